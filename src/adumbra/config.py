@@ -1,0 +1,104 @@
+"""One run's configuration: one TOML file, one typed tree. Unknown keys are refused."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from adumbra import toml
+from adumbra.toml import Tree
+
+Optimizer = Literal["sgd", "momentum", "adam", "adamw", "yogi", "adagrad", "rmsprop"]
+Schedule = Literal["cosine", "constant"]
+
+
+class Data(Tree):
+    store: Path
+    """The store that `adumbra prepare` made."""
+
+
+class Model(Tree):
+    kind: str = "fm"
+    """fm, mlp, dnn, ffn, logistic, or the dotted path to a module of yours."""
+    dim: int = Field(default=32, ge=1)
+    """fm, mlp, ffn: the width of an embedding."""
+    hidden: int = Field(default=598, ge=1)
+    """mlp, dnn: the width of a layer."""
+    initial_scale: float = Field(default=1e-2, gt=0)
+    """fm: the standard deviation of initial weights."""
+    regularization: float = Field(default=0.0, ge=0)
+    """fm: the weight μ of the embeddings' squares; depends on no example, so it costs no privacy."""
+
+
+class Privacy(Tree):
+    epsilon: float = Field(gt=0)
+    """The total, counts included."""
+    delta: float | Literal["1/n"] = "1/n"
+    """A number, or one over the number of protected units."""
+    adjacency: Literal["replace-sensitive", "replace-example", "zero-out", "add-or-remove"] = "replace-sensitive"
+    unit: Literal["impression", "user", "user-publisher", "user-advertiser"] = "impression"
+    accountant: Literal["pld", "rdp"] = "pld"
+    noise: Literal["operating-system", "insecure-repeatable"] = "operating-system"
+
+    @field_validator("delta")
+    @classmethod
+    def _a_probability(cls, value: float | str) -> float | str:
+        if not isinstance(value, str) and not 0 < value < 1:
+            raise ValueError(f"delta is '1/n' or a number between 0 and 1, not {value:g}")
+        return value
+
+
+class Method(Tree):
+    kind: Literal["hybrid", "dp-sgd", "label-dp", "none"] = "hybrid"
+    split: float = Field(default=0.25, ge=0, le=1)
+    """hybrid: the share of epsilon that the label phase gets."""
+    public_tower: Literal["fine-tuned", "frozen"] = "fine-tuned"
+
+
+class Phase(Tree):
+    epochs: float = Field(gt=0)
+    batch_size: int = Field(default=16384, ge=1)
+    optimizer: Optimizer = "adam"
+    learning_rate: float = Field(default=3e-4, gt=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    schedule: Schedule = "cosine"
+    warmup: float = Field(default=0.0, ge=0, lt=1)
+    """The share of steps over which the rate rises from zero."""
+    weight_decay: float = Field(default=0.0, ge=0)
+
+
+class LabelPhase(Phase):
+    epochs: float = Field(default=10, gt=0)
+    loss: Literal["debiased", "plain"] = "debiased"
+    """debiased: unbiased for the true label (000, section 4)."""
+
+
+class DpPhase(Phase):
+    epochs: float = Field(default=50, gt=0)
+    sampling: Literal["poisson", "truncated-poisson", "shuffle"] = "poisson"
+    clip_norm: float = Field(default=20.0, gt=0)
+    microbatch: int = Field(default=1, ge=1)
+    """Examples whose average gradient is clipped together."""
+    physical_batch: int | None = Field(default=None, ge=1)
+    """The most examples held in memory at once; the result does not depend on it."""
+
+
+class Config(Tree):
+    data: Data
+    model: Model = Model()
+    privacy: Privacy
+    method: Method = Method()
+    label_phase: LabelPhase = LabelPhase()
+    dp_phase: DpPhase = DpPhase()
+    loss: Literal["binary-cross-entropy", "poisson", "squared"] | None = None
+    """By default the one that suits the label's kind."""
+    seed: int = 0
+    """Governs initial weights and the label phase's order; never noise or sampling."""
+
+
+def load(path: Path, changes: tuple[str, ...] = ()) -> Config:
+    """A configuration from its file, with `--set section.key=value` changes."""
+    raw = toml.read(path)
+    for change in changes:
+        toml.change(raw, change)
+    return toml.parse(raw, Config, str(path))
