@@ -11,7 +11,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from adumbra.data.generate import CHUNK, columns, generate, shipped_recipe
+from adumbra import schema
+from adumbra.data.generate import CHUNK, columns, generate, recipe
+from adumbra.data.prepare import prepare
 from adumbra.errors import InputError, WorkError
 
 SMALL = CHUNK + 5_000  # two chunks
@@ -114,7 +116,6 @@ def test_ctr_has_the_form_of_the_display_log(ctr):
     for name in log.columns[14:]:
         assert log[name].str.contains("^([0-9a-f]{8})?$").all()
     assert {"-1", "-2", "-3"} < set(log["I2"].unique())
-    assert shipped_recipe("ctr") == "criteo-display"
     missing = {name: (log[name] == "").mean() for name in ("I1", "I2", "I12", "C1", "C3", "C22", "C26")}
     expected = {"I1": 0.451, "I2": 0.0, "I12": 0.774, "C1": 0.0, "C3": 0.033, "C22": 0.819, "C26": 0.453}
     assert missing == pytest.approx(expected, abs=0.01)
@@ -215,8 +216,6 @@ def test_attribution_as_criteo_wrote_it(tmp_path):
     names = "timestamp uid campaign conversion conversion_timestamp conversion_id attribution click click_pos click_nb"
     names += " cost cpo time_since_last_click cat1 cat2 cat3 cat4 cat5 cat6 cat7 cat8 cat9"
     assert log.columns == names.split()
-    assert shipped_recipe("attribution", criteo=True) == "criteo-attribution"
-    assert shipped_recipe("attribution") is None
 
 
 def test_convs_are_counts_with_the_planted_mean(tmp_path):
@@ -255,9 +254,9 @@ def test_nothing_half_written_is_left(tmp_path):
     assert not any(tmp_path.iterdir())
     (tmp_path / "log").mkdir()
     seen = []
-    generate("ctr", SMALL, tmp_path / "log", recipe_text="# recipe\n", progress=seen.append)
+    generate("ctr", SMALL, tmp_path / "log", progress=seen.append)
     assert seen == [CHUNK, SMALL]
-    assert (tmp_path / "log" / "recipe.toml").read_text() == "# recipe\n"
+    assert (tmp_path / "log" / "recipe.toml").read_text() == recipe("ctr")
     with pytest.raises(InputError, match="not an empty folder"):
         generate("ctr", 10, tmp_path / "log")
 
@@ -279,3 +278,16 @@ def test_what_cannot_be_generated_is_refused(tmp_path, arguments, message):
     with pytest.raises(InputError, match=re.escape(message)):
         generate(**({"preset": "ctr", "rows": 10, "out": tmp_path / "log"} | arguments))
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("preset", ["ctr", "cvr", "attribution", "criteo", "convs"])
+def test_every_log_comes_with_a_recipe_that_reads_it(tmp_path, preset):
+    preset, criteo = ("attribution", True) if preset == "criteo" else (preset, False)
+    generate(preset, 3000, tmp_path / "log", **({"criteo": True} if criteo else {}))
+    declared = schema.load(tmp_path / "log" / "recipe.toml")
+    assert declared.stand_in == "generated"
+    if declared.source.header:
+        assert [c.name for c in declared.columns] == [c.name for c in columns(preset, criteo=criteo)]
+    store = prepare(declared, [str(tmp_path / "log" / "log.tsv")], tmp_path / "store")
+    assert sum(store.splits.values()) == 3000 if preset in ("ctr", "cvr", "convs") else sum(store.splits.values()) > 800
+    assert store.ledger.charges == []

@@ -178,9 +178,11 @@ def release(recipe: Recipe, spool: Spool, train: Train, ledger: Ledger) -> Count
     elif kept.exists():
         drawn = dict(np.load(kept))
     else:
+        noise = Noise()
         if recipe.stand_in is None:
-            ledger.append(mechanism.charge(run="prepare", note=f"values of {mechanism.columns} sensitive columns"))
-        drawn = _draw(spool.encoder, mechanism, tokens, numbers)
+            note = f"values of {mechanism.columns} sensitive columns"
+            ledger.append(mechanism.charge(noise, run="prepare", note=note))
+        drawn = _draw(spool.encoder, mechanism, noise, tokens, numbers)
         _keep(kept, drawn)
     counted, bounds, thresholds = [], [], []
     for place, feature in enumerate(spool.encoder.tokens):
@@ -194,8 +196,9 @@ def release(recipe: Recipe, spool: Spool, train: Train, ledger: Ledger) -> Count
     return Counted(counted, bounds, thresholds)
 
 
-def _draw(encoder: Encoder, mechanism: PrivateCounts, tokens: list, numbers: list) -> dict[str, np.ndarray]:
-    noise = Noise()
+def _draw(
+    encoder: Encoder, mechanism: PrivateCounts, noise: Noise, tokens: list, numbers: list
+) -> dict[str, np.ndarray]:
     drawn = {}
     for place, feature in enumerate(encoder.tokens):
         if feature.tower == "sensitive" and tokens[place] is not None:

@@ -1,0 +1,1 @@
+"""What may be released, and what it costs. Knows nothing of models or of files of data."""
