@@ -152,21 +152,93 @@ def generate(
 
 
 @app.command()
-def inspect(path: Annotated[Path, typer.Argument(help="A store.")], as_json: Json = False) -> None:
-    """Show columns, roles, encodings, sizes, splits and the ledger."""
-    from adumbra import describe
-    from adumbra.data.store import Store
+def train(
+    config: Annotated[Path, typer.Argument(help="A configuration.")],
+    out: Annotated[Path, typer.Option(help="The run's folder.")],
+    changes: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
+    resume: Annotated[bool, typer.Option(help="Continue an unfinished run.")] = False,
+    start: Annotated[Path | None, typer.Option("--from", help="A released run to start from.")] = None,
+    disjoint: Annotated[bool, typer.Option(help="--from: no unit is in both stores.")] = False,
+    metrics: Annotated[str | None, typer.Option(help="A held-out split whose metrics are shown on the way.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+) -> None:
+    """Train a model privately and release it with its statement."""
+    from adumbra import config as configuration
+    from adumbra import terminal
+    from adumbra.training.run import fit
 
-    _print(describe.store(Store.open(path).verify()), as_json, describe.store_text)
+    if start is not None:
+        changes = [*(changes or ()), f'start.run="{start.resolve()}"', f"start.disjoint={str(disjoint).lower()}"]
+    with terminal.progress() as progress:
+        run = fit(
+            configuration.load(config, tuple(changes or ())),
+            out,
+            resume=resume,
+            device=device,
+            metrics=metrics,
+            progress=progress,
+            note=_note,
+        )
+    _note(f"{out}: epsilon {run.claim.epsilon:.4g}, delta {run.claim.delta:.3g}; see {out}/statement.md")
 
 
 @app.command()
-def account(path: Annotated[Path, typer.Argument(help="A store.")], as_json: Json = False) -> None:
-    """Show epsilon, delta and every charge behind them."""
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run.")],
+    split: Annotated[str, typer.Option(help="validation or test")] = "test",
+    by: Annotated[str | None, typer.Option(help="Also for each value of this public column.")] = None,
+    device: str = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Metrics on held-out rows, which they give no protection."""
+    from adumbra import terminal
+    from adumbra.training.run import Run
+
+    with terminal.progress() as progress:
+        found = Run.open(run).evaluate(split, by=by, device=device, progress=progress)
+    _print(found.as_json(), as_json, _lines)
+
+
+@app.command()
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run.")],
+    source: Annotated[list[str], typer.Argument(help="Rows like those of the run's log.")],
+    out: Annotated[Path, typer.Option(help="A .csv or .parquet file.")],
+) -> None:
+    """Probabilities (for counts, means) for new rows."""
+    from adumbra import terminal
+    from adumbra.training.run import Run
+
+    with terminal.progress() as progress:
+        rows = Run.open(run).predict(source, out, progress=progress)
+    _note(f"{out}: {rows:,} predictions")
+
+
+@app.command()
+def inspect(path: Annotated[Path, typer.Argument(help="A store or a run.")], as_json: Json = False) -> None:
+    """Show a store's columns, roles, encodings, sizes, splits and ledger; of a run, what it is and claims."""
     from adumbra import describe
     from adumbra.data.store import Store
 
-    _print(describe.account(Store.open(path)), as_json, describe.account_text)
+    if describe.is_run(path):
+        _print(describe.run(path), as_json, describe.run_text)
+    else:
+        _print(describe.store(Store.open(path).verify()), as_json, describe.store_text)
+
+
+@app.command()
+def account(
+    path: Annotated[Path, typer.Argument(help="A configuration, a run or a store.")],
+    changes: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a configuration")] = None,
+    budget: Annotated[str | None, typer.Option(help="EPSILON,DELTA: a store takes no charge beyond it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show epsilon, delta and every charge behind them."""
+    from adumbra import describe
+
+    if budget is not None:
+        describe.set_budget(path, budget)
+    _print(describe.accounted(path, tuple(changes or ())), as_json, describe.account_text)
 
 
 @app.command()
@@ -175,6 +247,10 @@ def purge(path: Annotated[Path, typer.Argument(help="A store, finished or not.")
     from adumbra.data import purge as data
 
     _note(data.purge(path))
+
+
+def _lines(value: dict[str, Any]) -> str:
+    return "\n".join(f"{name:<20} {entry}" for name, entry in value.items())
 
 
 def _print(value: dict[str, Any], as_json: bool, text: Any) -> None:

@@ -20,13 +20,13 @@ class Data(Tree):
 class Model(Tree):
     kind: str = "fm"
     """fm, mlp, dnn, ffn, logistic, or the dotted path to a module of yours."""
-    dim: int = Field(default=32, ge=1)
-    """fm, mlp, ffn: the width of an embedding."""
-    hidden: int = Field(default=598, ge=1)
-    """mlp, dnn: the width of a layer."""
-    initial_scale: float = Field(default=1e-2, gt=0)
+    dim: int | None = Field(default=None, ge=1)
+    """fm, mlp (32 by default), ffn (8): the width of an embedding."""
+    hidden: int | None = Field(default=None, ge=1)
+    """mlp, dnn (598 by default): the width of a layer."""
+    sigma_init: float = Field(default=1e-2, gt=0)
     """fm: the standard deviation of initial weights."""
-    regularization: float = Field(default=0.0, ge=0)
+    embedding_decay: float = Field(default=0.0, ge=0)
     """fm: the weight μ of the embeddings' squares; depends on no example, so it costs no privacy."""
 
 
@@ -71,6 +71,8 @@ class LabelPhase(Phase):
     epochs: float = Field(default=10, gt=0)
     loss: Literal["debiased", "plain"] = "debiased"
     """debiased: unbiased for the true label (000, section 4)."""
+    max_label: int | None = Field(default=None, ge=1, le=65535)
+    """Counts: the declared most; larger counts are randomised as that many."""
 
 
 class DpPhase(Phase):
@@ -83,8 +85,16 @@ class DpPhase(Phase):
     """The most examples held in memory at once; the result does not depend on it."""
 
 
+class Start(Tree):
+    run: Path
+    """A released run whose model this one starts from; its statement composes the two."""
+    disjoint: bool = False
+    """No unit is in both stores: then each pays for its own run only."""
+
+
 class Config(Tree):
     data: Data
+    start: Start | None = None
     model: Model = Model()
     privacy: Privacy
     method: Method = Method()

@@ -1,14 +1,20 @@
 """What `check`, `inspect` and `account` say, as one object for scripts and as text for people. Neither holds anything
 un-noised about a protected column."""
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adumbra import config as configuration
 from adumbra import schema, toml
 from adumbra.data.store import Store
 from adumbra.errors import InputError
 from adumbra.schema import TOWERS, Recipe
+
+if TYPE_CHECKING:
+    from adumbra.privacy.adjacency import Adjacency, Unit
+    from adumbra.privacy.ledger import Charge
+    from adumbra.privacy.statement import Statement
 
 
 def checked(path: Path, changes: tuple[str, ...]) -> dict[str, Any]:
@@ -18,34 +24,36 @@ def checked(path: Path, changes: tuple[str, ...]) -> dict[str, Any]:
         if changes:
             raise InputError("--set is for configurations; edit the recipe itself")
         return {"recipe": str(path), **_recipe(toml.parse(raw, Recipe, str(path)))}
+    from adumbra.training import build, inputs
+    from adumbra.training.run import plan
+
     config = configuration.load(path, changes)
     store = Store.open(config.data.store)
-    rows = store.splits.get("train", 0)
-    delta = 1 / rows if config.privacy.delta == "1/n" else config.privacy.delta
-    counts = store.description["counts"]
+    inputs.check_suits(config.model.kind, store)
+    planned = plan(config, store)
+    if planned.private and not store.stand_in:
+        store.ledger.check_budget(*planned.own)
+    model = build.build(config.model, inputs.layout(store), config.seed)
+    rows = planned.units
     warnings = []
-    if isinstance(delta, float) and delta > 1 / rows:
-        warnings.append(f"delta = {delta:.3g} is above 1/n = {1 / rows:.3g}: it allows to give away a whole example")
-    if counts is not None and store.description["stand_in"] is None and counts["epsilon"] >= config.privacy.epsilon:
-        raise InputError(
-            f"{path}: privacy.epsilon = {config.privacy.epsilon:g} is the total, and counting this store's values spent"
-            f" {counts['epsilon']:.3g} already"
-        )
-    for name, phase in (("label_phase", config.label_phase), ("dp_phase", config.dp_phase)):
-        if phase.batch_size > rows:
-            raise InputError(f"{path}: {name}.batch_size = {phase.batch_size} is larger than the {rows} training rows")
+    if planned.delta > 1 / rows * (1 + 1e-9):
+        warnings.append(f"delta = {planned.delta:.3g} is above 1/n = {1 / rows:.3g}: it may give away a whole example")
+    epsilon, delta = planned.claim
     return {
         "configuration": str(path),
         "store": str(config.data.store),
         "rows": rows,
-        "epsilon": config.privacy.epsilon,
-        "delta": delta,
-        "adjacency": config.privacy.adjacency,
-        "unit": config.privacy.unit,
         "method": config.method.kind,
         "model": config.model.kind,
-        "table_rows": store.description["table_rows"],
-        "spent_on_counts": counts["epsilon"] if counts and store.description["stand_in"] is None else 0.0,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "epsilon": epsilon if planned.private else None,
+        "delta": delta,
+        "adjacency": planned.adjacency.value,
+        "unit": planned.unit.value,
+        "counts_epsilon": sum(charge.epsilon for charge in planned.counts),
+        "label_epsilon": planned.labels.epsilon if planned.labels else 0.0,
+        "noise_multiplier": planned.dp_sgd.noise_multiplier if planned.dp_sgd else None,
+        "steps": planned.dp_sgd.steps if planned.dp_sgd else 0,
         "warnings": warnings,
     }
 
@@ -116,7 +124,8 @@ def store(store: Store) -> dict[str, Any]:
             }
             for tower in TOWERS
         },
-        "source": about["source"],
+        # names alone: sizes and digests of the raw files are un-noised functions of protected values
+        "source": [entry["file"] for entry in about["source"]],
         "ledger": account(store),
     }
 
@@ -134,6 +143,84 @@ def store_text(value: dict[str, Any]) -> str:
         line = f"{column['name']:<44} {column['role']:<11} {column['encoding']:<11} {column['size']:>9,}"
         lines.append(f"{line}  {column['threshold']}" if "threshold" in column else line)
     return "\n".join([*lines, "", account_text(value["ledger"])])
+
+
+def is_run(path: Path) -> bool:
+    return (path / "run.json").exists() or (path / "statement.json").exists()
+
+
+def run(path: Path) -> dict[str, Any]:
+    """What a run is and claims."""
+    from adumbra.training.run import Run
+
+    found = Run.open(path)
+    config = found.config
+    return {
+        "store": str(config.data.store),
+        "model": config.model.kind,
+        "method": config.method.kind,
+        "claim": found.claim.claim,
+        "warnings": list(found.claim.warnings),
+        "ledger": _claimed(found.claim),
+    }
+
+
+def run_text(value: dict[str, Any]) -> str:
+    head = f"{value['model']} by {value['method']} on {value['store']}"
+    return "\n".join([head, value["claim"], *value["warnings"], "", account_text(value["ledger"])])
+
+
+def accounted(path: Path, changes: tuple[str, ...]) -> dict[str, Any]:
+    """Epsilon, delta and charges of a store, of a run, or of what a configuration would do."""
+    if path.is_file():
+        from adumbra.training.run import plan
+
+        config = configuration.load(path, changes)
+        store = Store.open(config.data.store)
+        planned = plan(config, store)
+        about = (planned.adjacency, planned.unit, planned.accountant)
+        return _account(*planned.claim, *about, planned.charges, store.stand_in)
+    if is_run(path):
+        from adumbra.training.run import Run
+
+        return _claimed(Run.open(path).claim)
+    return account(Store.open(path))
+
+
+def set_budget(path: Path, text: str) -> None:
+    """Gives a store's ledger a budget, EPSILON,DELTA."""
+    try:
+        epsilon, delta = map(float, text.split(","))
+    except ValueError:
+        raise InputError(f"--budget {text}: expected EPSILON,DELTA, such as 20,1e-6") from None
+    Store.open(path).ledger.set_budget(epsilon, delta)
+
+
+def _claimed(claim: "Statement") -> dict[str, Any]:
+    about = (claim.adjacency, claim.unit, claim.accountant)
+    stand_in = "generated or public" if claim.stand_in else None
+    return _account(claim.epsilon, claim.delta, *about, claim.charges, stand_in)
+
+
+def _account(
+    epsilon: float,
+    delta: float,
+    adjacency: "Adjacency",
+    unit: "Unit",
+    accountant: str,
+    charges: tuple["Charge", ...],
+    stand_in: str | None,
+) -> dict[str, Any]:
+    return {
+        "epsilon": epsilon if math.isfinite(epsilon) else None,
+        "delta": delta,
+        "adjacency": adjacency.value,
+        "unit": unit.value,
+        "accountant": accountant,
+        "stand_in": stand_in,
+        "charges": [charge.to_json() for charge in charges],
+        "vocabulary_known": None,
+    }
 
 
 def account(store: Store) -> dict[str, Any]:
@@ -157,15 +244,31 @@ def account(store: Store) -> dict[str, Any]:
     }
 
 
+def _by_run(charges: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A run's blocks of steps as one line."""
+    lines: list[dict[str, Any]] = []
+    for charge in charges:
+        last = lines[-1] if lines else None
+        if last and charge["mechanism"] == last["mechanism"] == "dp-sgd" and charge["run"] == last["run"]:
+            last["blocks"] += 1
+            last["steps"] += charge["parameters"]["steps"]
+            last["epsilon"] += charge["epsilon"]
+            last["delta"] += charge["delta"]
+            last["note"] = f"{last['steps']} steps in {last['blocks']} blocks, jointly with what the run spent before"
+        else:
+            lines.append({**charge, "blocks": 1, "steps": charge["parameters"].get("steps", 0)})
+    return lines
+
+
 def account_text(value: dict[str, Any]) -> str:
-    if value["stand_in"]:
-        return f"nothing is charged: the log is {value['stand_in']}"
+    if value["epsilon"] is None:
+        return "without privacy: nothing is protected"
+    lines = [f"the log is {value['stand_in']}: nothing is protected, nothing is charged"] if value["stand_in"] else []
     if not value["charges"]:
-        return "nothing has been spent"
-    lines = [
-        f"spent: epsilon {value['epsilon']:.4f}, delta {value['delta']:.3g} ({value['adjacency']}, one {value['unit']})"
-    ]
-    for charge in value["charges"]:
+        return lines[0] if lines else "nothing has been spent"
+    spent = f"epsilon {value['epsilon']:.4f}, delta {value['delta']:.3g} ({value['adjacency']}, one {value['unit']})"
+    lines.append(f"in all: {spent}")
+    for charge in _by_run(value["charges"]):
         lines.append(
             f"  {charge['mechanism']}: epsilon {charge['epsilon']:.4f}, delta {charge['delta']:.3g}; {charge['note']}"
         )

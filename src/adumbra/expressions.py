@@ -4,12 +4,13 @@
     attribution * (click_pos == click_nb - 1) * (conversion_timestamp - timestamp <= 30 * 86400)
     country == 'fr' and device != 'tablet'
 
-Numbers are float64, a missing value is NaN, and a comparison with NaN is false. A column compared with text is compared
-as text, exactly as it stands in the log.
+Numbers are float64 and a missing value is NaN. A comparison with NaN is false, and so is NaN itself to `and`, `or` and
+`not`. A column compared with text is compared as text, exactly as it stands in the log.
 """
 
 import ast
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ import numpy as np
 
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_DEEPEST = 100
+"""How deep an expression may be nested: far beyond any rule, far below what Python's stack holds."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,31 @@ def parse(source: str) -> Expression:
     try:
         tree = ast.parse(source.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"'{source}' is not an expression") from None
+        raise ValueError(f"'{_short(source)}' is not an expression") from None
+    if _depth(tree) > _DEEPEST:
+        raise ValueError(f"'{_short(source)}' is nested too deeply")
     numbers: set[str] = set()
     texts: set[str] = set()
     _check(tree, numbers, texts)
     return Expression(source, tree, frozenset(numbers), frozenset(texts))
 
 
+def _short(source: str) -> str:
+    return source if len(source) <= 200 else source[:197] + "..."
+
+
+def _depth(tree: ast.expr) -> int:
+    depth, level = 0, [tree]
+    while level:
+        depth, level = depth + 1, [inner for node in level for inner in ast.iter_child_nodes(node)]
+    return depth
+
+
 def _check(node: ast.expr, numbers: set[str], texts: set[str]) -> None:
     match node:
         case ast.Name():
             numbers.add(node.id)
-        case ast.Constant(value=bool() | int() | float()):
+        case ast.Constant(value=bool() | int() | float() as value) if abs(value) <= sys.float_info.max:
             pass
         case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=inner):
             _check(inner, numbers, texts)
@@ -89,19 +105,24 @@ def _evaluate(node: ast.expr, number: Callable[[str], Any], equals: Callable[[st
         case ast.UnaryOp(op=ast.USub()):
             return -value(node.operand)
         case ast.UnaryOp():
-            return 1.0 - (value(node.operand) != 0)
+            return 1.0 - _true(value(node.operand))
         case ast.BoolOp(op=ast.And()):
-            return np.all(np.broadcast_arrays(*(value(v) != 0 for v in node.values)), axis=0)
+            return np.all(np.broadcast_arrays(*(_true(value(v)) for v in node.values)), axis=0) * 1.0
         case ast.BoolOp():
-            return np.any(np.broadcast_arrays(*(value(v) != 0 for v in node.values)), axis=0)
+            return np.any(np.broadcast_arrays(*(_true(value(v)) for v in node.values)), axis=0) * 1.0
         case ast.Compare(comparators=[ast.Constant(value=str() as text)], left=ast.Name(id=name)):
             same = equals(name, text)
-            return same if isinstance(node.ops[0], ast.Eq) else ~same
+            return (same if isinstance(node.ops[0], ast.Eq) else ~same) * 1.0
         case ast.Compare():
             return _COMPARE[type(node.ops[0])](value(node.left), value(node.comparators[0])) * 1.0
         case ast.BinOp():
             return _OPERATE[type(node.op)](value(node.left), value(node.right))
     raise AssertionError(node)
+
+
+def _true(value: Any) -> Any:
+    """What `and`, `or` and `not` take for true: neither zero nor missing."""
+    return (value < 0) | (value > 0)
 
 
 _COMPARE: dict[type, Callable[[Any, Any], Any]] = {

@@ -207,6 +207,13 @@ class Label(Tree):
         expressions.parse(value)
         return value
 
+    @model_validator(mode="after")
+    def _a_label(self) -> Self:
+        allowed = {"binary": self.default in (0, 1), "count": 0 <= self.default < 2**24 and self.default % 1 == 0}
+        if not allowed.get(self.kind, True):
+            raise ValueError(f"default is {self.default:g}, which no {self.kind} label is")
+        return self
+
 
 class Split(Tree):
     """Which rows train: a rule over public columns and keys alone."""
@@ -311,6 +318,12 @@ class Recipe(Tree):
             raise ValueError(f"two features have the name '{max(names, key=names.count)}'")
         if not names:
             raise ValueError("no column is a feature")
+        for tower in TOWERS:
+            encoding = self.encoding(tower)
+            if encoding is not None and encoding.table == "column" and encoding.bins is not None:
+                tables = sum(feature.is_token for feature in self.features if feature.tower == tower)
+                if tables * encoding.bins > 2**31 - 16:
+                    raise ValueError(f"{tower}.bins: {tables} tables of {encoding.bins} rows are too many")
         return self
 
     def _check_expression(self, place: str, source: str, public: bool) -> None:

@@ -1,6 +1,7 @@
 """TOML in, a typed tree out; whatever is wrong with it becomes one line that says where and how to mend it."""
 
 import difflib
+import json
 import tomllib
 import types
 import typing
@@ -14,7 +15,7 @@ from adumbra.errors import InputError
 class Tree(BaseModel):
     """A frozen node of configuration that refuses keys it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
 
 T = typing.TypeVar("T", bound=Tree)
@@ -49,7 +50,7 @@ def nearest(word: str, known: typing.Iterable[str]) -> str:
 
 
 def _first_line(error: ValidationError, tree: type[Tree], raw: object) -> str:
-    first = error.errors()[0]
+    first = min(error.errors(), key=_says_little)
     place = _place(first["loc"], raw)
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])
@@ -63,14 +64,21 @@ def _first_line(error: ValidationError, tree: type[Tree], raw: object) -> str:
     return f"{place}: {message[0].lower()}{message[1:]}, got {_short(first['input'])}"
 
 
-def _place(parts: tuple[int | str, ...], raw: object) -> str:
+def _says_little(error: typing.Any) -> int:
+    """Of the errors in a union's branches, the one that says most comes first."""
+    if error["type"] == "literal_error":
+        return 1 if isinstance(error["input"], str) else 3
+    return 0 if error["type"] == "extra_forbidden" else 2
+
+
+def _place(parts: tuple[int | str, ...], raw: typing.Any) -> str:
     """Where in the file: an entry of a list goes by its name, if it has one."""
     names: list[str] = []
     for part in parts:
-        try:
-            raw = raw[part]  # pyright: ignore[reportIndexIssue]
-        except (KeyError, IndexError, TypeError):
-            raw = None
+        if isinstance(raw, list) if isinstance(part, int) else isinstance(raw, dict) and part in raw:
+            raw = raw[part]
+        elif not isinstance(raw, dict) or part != parts[-1]:
+            continue  # pydantic's word for a branch of a union
         name = raw.get("name") if isinstance(part, int) and isinstance(raw, dict) else None
         names.append(f"'{name}'" if isinstance(name, str) else str(part))
     return ".".join(names)
@@ -108,7 +116,7 @@ def change(raw: dict[str, object], text: str) -> None:
         raise InputError(f"--set {text}: expected section.key=value")
     try:
         parsed: object = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         parsed = value
     *sections, last = key.strip().split(".")
     node: object = raw
@@ -119,3 +127,14 @@ def change(raw: dict[str, object], text: str) -> None:
             raise InputError(f"--set {text}: '{section}' is no section")
     assert isinstance(node, dict)
     node[last] = parsed
+
+
+def dump(tree: dict[str, typing.Any], section: str = "") -> str:
+    """TOML of nested tables of plain values, such as a configuration is."""
+    plain = {key: value for key, value in tree.items() if not isinstance(value, dict)}
+    lines = [f"[{section}]"] if section and plain else []
+    lines += [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            lines += ["", dump(value, f"{section}.{key}" if section else key).rstrip()]
+    return "\n".join(lines).lstrip("\n") + "\n"

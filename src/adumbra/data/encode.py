@@ -17,8 +17,10 @@ from adumbra.schema import KEYS, LOG2_TOKENS, Column, Feature, Label, Recipe
 PAD, ABSENT = 0, 1
 """Provisional ids of every feature: padding of a list, and a missing value. Tokens follow from 2 on; where a table does
 not grow, unknown tokens all get the id behind its last."""
-MAGNITUDES = 2 + 2 * 128
-"""Bins in which numbers are counted for their bounds: ABSENT apart, zero, and each power of two with either sign."""
+MAGNITUDES = 3 + 2 * 128
+"""Bins in which numbers are counted for their bounds: PAD and ABSENT, zero, and each power of two with either sign."""
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ class _Columns:
             log = feature.column.log or self.recipe.log
             known = np.log(np.maximum(values, log.minimum) + log.shift)
             values = np.where(np.isnan(values), log.missing, known)
-        return values.astype(np.float32)
+        return np.clip(values, -_LARGEST, _LARGEST).astype(np.float32)
 
     def key(self, column: Column) -> np.ndarray:
         """A time in seconds; any other key as its hash, which is all that grouping needs."""
@@ -295,7 +297,7 @@ def in_domain(values: np.ndarray, label: Label) -> np.ndarray:
         case "count":
             good = (values >= 0) & (values < 2**24) & (values == np.floor(values))
         case "real":
-            good = np.isfinite(values)
+            good = np.abs(values) <= _LARGEST
     return np.where(good, values, label.default).astype(np.float32)
 
 

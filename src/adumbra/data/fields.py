@@ -25,12 +25,25 @@ class Strings:
     """A column of text: n slices of one buffer, which ends in PADDING zero bytes."""
 
     def __init__(
-        self, buffer: np.ndarray, starts: np.ndarray, lengths: np.ndarray, words: np.ndarray | None = None
+        self,
+        buffer: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        words: np.ndarray | None = None,
+        longest: int | None = None,
     ) -> None:
         self.buffer = buffer
         self.starts = starts
         self.lengths = lengths
         self._words = words
+        self._longest = longest
+
+    @property
+    def longest(self) -> int:
+        """No value is longer than this."""
+        if self._longest is None:
+            self._longest = int(self.lengths.max(initial=0))
+        return self._longest
 
     @property
     def words(self) -> np.ndarray:
@@ -44,10 +57,12 @@ class Strings:
 
     def take(self, rows: np.ndarray) -> "Strings":
         words = None if self._words is None else self._words[rows]
-        return Strings(self.buffer, self.starts[rows], self.lengths[rows], words)
+        return Strings(self.buffer, self.starts[rows], self.lengths[rows], words, self._longest)
 
     def joined(self) -> np.ndarray:
         """The values' bytes, one after another."""
+        if self.longest <= 8:
+            return self.words.astype("<u8").view(np.uint8).reshape(-1, 8)[np.arange(8) < self.lengths[:, None]]
         ends = np.cumsum(self.lengths)
         where = np.arange(ends[-1] if len(ends) else 0)
         where += np.repeat(self.starts - (ends - self.lengths), self.lengths)
@@ -93,7 +108,7 @@ class Strings:
 
     def missing(self, texts: tuple[str, ...]) -> np.ndarray:
         """Which values are empty or one of the texts that the recipe declares as missing."""
-        found = self.lengths == 0
+        found = self.words == 0
         for text in texts:
             if text:
                 found |= self.equal(text)
@@ -108,19 +123,18 @@ class Strings:
         """
         state = np.full(len(self), seed)
         absorb(state, self.words)
-        place = 8
-        while len(long := np.flatnonzero(self.lengths > place)):
+        for place in range(8, self.longest, 8):
+            long = np.flatnonzero(self.lengths > place)
             part = state[long]
             absorb(part, _words(self.buffer, self.starts[long] + place, self.lengths[long] - place))
             state[long] = part
-            place += 8
         return np.maximum(state, np.uint64(2))
 
 
 def _words(buffer: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     anywhere = np.ndarray(len(buffer) - PADDING + 1, dtype="<u8", buffer=buffer.data, strides=(1,))
     words = anywhere[starts]
-    words &= _KEPT[np.minimum(lengths, 8)]
+    words &= _KEPT.take(lengths, mode="clip")
     return words
 
 
@@ -151,17 +165,16 @@ def bins(hashes: np.ndarray, column_seed: np.uint64, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Cut:
-    """A block of delimited text cut into its rows (positions and lengths by row, words by column), and what was left
-    out."""
+    """Some delimited lines cut into rows: positions and lengths by row, words by column, and what was left out."""
 
     buffer: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
     words: np.ndarray
-    lines: np.ndarray | None
-    """The line of each row within the block, where some lines were left out."""
+    lines: np.ndarray
+    """The line of each row, from 0."""
     bad: np.ndarray
-    """Lines within the block with too few or too many fields."""
+    """Lines with too few or too many fields."""
     fields: int
     """How many fields the first bad line has."""
 
@@ -169,45 +182,76 @@ class Cut:
     def rows(self) -> int:
         return len(self.starts)
 
-    def column(self, place: int) -> Strings:
-        return Strings(self.buffer, self.starts[:, place], self.lengths[:, place], self.words[place])
+    def columns(self) -> list[Strings]:
+        longest = self.lengths.max(axis=0, initial=0)
+        return [
+            Strings(self.buffer, self.starts[:, place], self.lengths[:, place], words, int(longest[place]))
+            for place, words in enumerate(self.words)
+        ]
+
+
+_SLICE = 1 << 19
+"""Bytes that are cut at a time: what is derived from them stays in a core's cache."""
 
 
 def cut(block: bytes, delimiter: str, columns: int) -> Cut:
     """Cuts a block of whole lines, each ended by a newline. Empty lines are passed over."""
     buffer = np.frombuffer(block + bytes(PADDING), dtype=np.uint8)
-    text = buffer[: len(block)]
+    parts: list[Cut] = []
+    start = line = 0
+    while start < len(block):
+        end = (block.rfind(b"\n", start, start + _SLICE) if start + _SLICE < len(block) else len(block) - 1) + 1
+        end = end or block.index(b"\n", start) + 1
+        part, count = _cut_slice(buffer, start, end, ord(delimiter), columns, line)
+        parts.append(part)
+        start, line = end, line + count
+    first_bad = next((part.fields for part in parts if len(part.bad)), columns)
+    return Cut(
+        buffer,
+        np.concatenate([part.starts for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.words for part in parts], axis=1),
+        np.concatenate([part.lines for part in parts]),
+        np.concatenate([part.bad for part in parts]),
+        first_bad,
+    )
+
+
+def _cut_slice(buffer: np.ndarray, start: int, end: int, delimiter: int, columns: int, line: int) -> tuple[Cut, int]:
+    """Some of a block's lines, and how many they are."""
+    text = buffer[start:end]
     newline = text == 10
-    ends = np.flatnonzero(newline | (text == ord(delimiter)))
-    lines, bad, fields = None, np.zeros(0, np.int64), columns
+    ends = np.flatnonzero(newline | (text == delimiter))
     last = ends[columns - 1 :: columns]
-    if len(ends) % columns or not newline[last].all() or np.count_nonzero(newline) != len(last):
-        starts, ends, lines, bad, fields = _whole_rows(text, ends, columns)
-    else:
-        starts = np.empty_like(ends)
-        starts[:1] = 0
-        np.add(ends[:-1], 1, out=starts[1:])
+    count = int(np.count_nonzero(newline))
+    starts = np.empty_like(ends)
+    starts[:1] = 0
+    np.add(ends[:-1], 1, out=starts[1:])
+    lines, bad, fields = np.arange(line, line + count), np.zeros(0, np.int64), columns
+    if len(ends) % columns or count != len(last) or not newline[last].all():
+        starts, ends, lines, bad, fields = _whole_rows(text, starts, ends, columns)
+        lines, bad = lines + line, bad + line
     lengths = (ends - starts).reshape(-1, columns)
-    starts, ends = starts.reshape(-1, columns), ends.reshape(-1, columns)
-    if len(ends):
-        lengths[:, -1] -= (lengths[:, -1] > 0) & (text[ends[:, -1] - 1] == 13)
-    words = _words(buffer, starts.reshape(-1), lengths.reshape(-1)).reshape(-1, columns)
-    return Cut(buffer, starts, lengths, np.ascontiguousarray(words.T), lines, bad, fields)
+    if len(lengths):
+        lengths[:, -1] -= (lengths[:, -1] > 0) & (text[ends.reshape(-1, columns)[:, -1] - 1] == 13)
+    starts += start
+    words = np.ascontiguousarray(_words(buffer, starts, lengths.reshape(-1)).reshape(-1, columns).T)
+    starts = starts.astype(np.int32).reshape(-1, columns)
+    return Cut(buffer, starts, lengths.astype(np.int32), words, lines, bad, fields), count
 
 
 def _whole_rows(
-    text: np.ndarray, ends: np.ndarray, columns: int
+    text: np.ndarray, starts: np.ndarray, ends: np.ndarray, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """The same for a block in which some lines have another number of fields."""
+    """The fields of the lines that have as many as they should, those lines, and the others."""
     last = np.flatnonzero(text[ends] == 10)
     count = np.diff(last, prepend=-1)
-    line_starts = np.concatenate([[0], ends[last[:-1]] + 1]) if len(last) else np.zeros(0, np.int64)
-    size = ends[last] - line_starts
-    empty = (size == 0) | ((size == 1) & (text[line_starts] == 13)) if columns > 1 else np.zeros(len(last), bool)
+    first = starts[last - count + 1]
+    size = ends[last] - first
+    empty = (size == 0) | ((size == 1) & (text[first] == 13)) if columns > 1 else np.zeros(len(last), bool)
     good = (count == columns) & ~empty
     bad = np.flatnonzero(~good & ~empty)
     kept = np.repeat(good, count)
-    starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
     return starts[kept], ends[kept], np.flatnonzero(good), bad, int(count[bad[0]]) if len(bad) else columns
 
 
@@ -215,16 +259,26 @@ def numbers(strings: Strings, missing: np.ndarray, whole: bool) -> tuple[np.ndar
     """The values as float64, NaN where missing or malformed, and which are malformed."""
     out = np.full(len(strings), np.nan)
     rows = np.flatnonzero(~missing)
-    text = strings.take(rows).to_arrow()
+    known = strings.take(rows)
+    text = known.to_arrow()
     kind = pa.int64() if whole else pa.float64()
     try:
-        values = text.cast(kind)
+        values = None if whole and _beyond_decimal(known) else text.cast(kind)
     except pa.ArrowInvalid:
-        pattern = r"^[+-]?[0-9]{1,18}$" if whole else r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?$"
-        values = pc.if_else(pc.match_substring_regex(text, pattern), text, None).cast(kind)
+        values = None
+    if values is None:
+        pattern = r"^[+-]?[0-9]{1,18}$" if whole else r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+        text = pc.if_else(pc.match_substring_regex(text, pattern), text, None)
+        values = pc.replace_substring_regex(text, r"^\+", "").cast(kind)
     out[rows] = pc.fill_null(values.cast(pa.float64(), safe=False), np.nan).to_numpy(zero_copy_only=False)
     out[~np.isfinite(out)] = np.nan
     return out, np.isnan(out) & ~missing
+
+
+def _beyond_decimal(strings: Strings) -> bool:
+    """Whether some value may be one that pyarrow takes for an integer and a recipe does not: 0x1F, or of 19 digits."""
+    second = strings.words >> np.uint64(8) & np.uint64(0xDF)
+    return strings.longest > 18 or bool((second == ord("X")).any())
 
 
 def seconds(strings: Strings, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

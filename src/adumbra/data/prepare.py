@@ -76,7 +76,10 @@ def prepare(
         if out.exists():
             if resume and (out / "store.json").exists():
                 shutil.rmtree(work, ignore_errors=True)
-                return Store.open(out)
+                store = Store.open(out)
+                if store.description["recipe"] != _as_written(recipe):
+                    raise InputError(f"{out}: a finished store of another recipe; choose another --out")
+                return store
             raise InputError(f"{out}: exists already; choose another --out, or remove it")
         fresh = _begin(work, recipe, files, resume)
         try:
@@ -104,9 +107,9 @@ def _disk(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):  # None: numpy, when a write ends short
             raise InputError(f"{out}: the disk is full; free some space and go on with --resume") from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENOENT):
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENOENT, errno.ENAMETOOLONG):
             raise InputError(f"{out}: cannot be written ({error.strerror})") from None
         raise
 
@@ -120,7 +123,8 @@ def _begin(work: Path, recipe: Recipe, files: list[Path], resume: bool) -> bool:
         work.mkdir(parents=True)
         (work / "store").mkdir()
         Ledger.create(work / "store" / LEDGER)
-        (work / "inputs.json").write_text(json.dumps(inputs))
+        (work / "inputs.draft").write_text(json.dumps(inputs))
+        os.rename(work / "inputs.draft", work / "inputs.json")
         return True
     if not resume:
         raise InputError(f"{work}: an unfinished store; continue with --resume, or remove it with `adumbra purge`")
@@ -252,18 +256,27 @@ def _arrays(
 ) -> dict[str, np.ndarray]:
     """A block's final arrays, by name."""
     rows = len(read[-1])
-    arrays: dict[str, np.ndarray] = {}
+    by_column: dict[str, np.ndarray] = {}
     for tower in TOWERS:
-        arrays[tower] = np.empty((rows, widths[tower]), np.int32)
-        arrays[f"numbers_{tower}"] = np.empty((rows, numbers[tower]), np.float32)
+        by_column[tower] = np.empty((widths[tower], rows), np.int32)
+        by_column[f"numbers_{tower}"] = np.empty((numbers[tower], rows), np.float32)
     for place, column in enumerate(layout.tokens):
-        into = arrays[column.tower][:, column.start : column.start + column.length]
-        into[:] = layout.rows(place, read[place]).reshape(rows, column.length)
+        into = by_column[column.tower][column.start : column.start + column.length]
+        into[:] = layout.rows(place, read[place]).reshape(rows, column.length).T
     for place, column in enumerate(layout.numbers, start=len(layout.tokens)):
-        arrays[f"numbers_{column.tower}"][:, column.place] = column.scaled(read[place])
+        by_column[f"numbers_{column.tower}"][column.place] = column.scaled(read[place])
+    arrays = {name: _by_row(array) for name, array in by_column.items()}
     arrays |= dict(zip(keys, read[-1 - len(keys) : -1], strict=True))
     arrays["label"] = read[-1]
     return arrays
+
+
+def _by_row(columns: np.ndarray) -> np.ndarray:
+    """The transpose, a few rows at a time: each line of the cache is then written once."""
+    rows = np.empty(columns.shape[::-1], columns.dtype)
+    for start in range(0, len(rows), 4096):
+        rows[start : start + 4096] = columns[:, start : start + 4096].T
+    return rows
 
 
 class _Sink:
@@ -315,6 +328,10 @@ def _write_tokens(path: Path, layout: Layout) -> None:
             )
 
 
+def _as_written(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+
+
 def _description(
     recipe: Recipe, reader: Reader, spool: Spool, splits: Splits, layout: Layout, ledger: Ledger
 ) -> dict[str, Any]:
@@ -322,7 +339,7 @@ def _description(
     return {
         "name": recipe.name,
         "stand_in": recipe.stand_in,
-        "recipe": recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True),
+        "recipe": _as_written(recipe),
         "source": [
             {"file": file.name, "bytes": file.stat().st_size, "sha256": digest}
             for file, digest in zip(reader.files, reader.digests, strict=True)

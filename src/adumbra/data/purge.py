@@ -29,6 +29,8 @@ def purge(path: Path) -> str:
     for entry in path.iterdir():
         if entry.name not in (LEDGER, DESCRIPTION, RECEIPT):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    if (partial / "inputs.json").exists() and not (partial / "store").exists():  # a kill just before the end left it
+        shutil.rmtree(partial)
     return f"{path}: rows removed; {LEDGER}, {DESCRIPTION} and {RECEIPT} stay"
 
 

@@ -1,12 +1,17 @@
 """The raw log: which files it is, read block by block, decompressed and digested on the way."""
 
 # pyright: reportAttributeAccessIssue=false
+import errno
 import glob
 import hashlib
 import io
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +43,11 @@ def expand(paths: list[str], recipe: Recipe) -> list[Path]:
     files: list[Path] = []
     for given in paths:
         path = Path(given)
+        try:
+            path.stat()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise InputError(f"{given}: {error.strerror}") from None
         if path.is_dir():
             suffixes = _SUFFIXES[recipe.source.format]
             found = sorted(f for f in path.iterdir() if f.is_file() and _bare(f).endswith(suffixes))
@@ -51,9 +61,13 @@ def expand(paths: list[str], recipe: Recipe) -> list[Path]:
             if not found:
                 raise InputError(f"{given}: no such file or folder")
             files += found
+    seen: set[Path] = set()
     for file in files:
         if file.stat().st_size == 0:
             raise InputError(f"{file}: the file is empty")
+        if file.resolve() in seen:
+            raise InputError(f"{file}: given twice; every row would count twice")
+        seen.add(file.resolve())
     return files
 
 
@@ -148,9 +162,9 @@ class Reader:
         """Where the last whole row ends; a newline between quotes ends none."""
         end = text.rfind(b"\n") + 1
         quote = self.recipe.source.quote.encode()
-        if quote and quote in text:
-            while end and text.count(quote, 0, end) % 2:
-                end = text.rfind(b"\n", 0, end - 1) + 1
+        if end and quote and quote in text:
+            ends = _record_ends(np.frombuffer(text, np.uint8, end), quote)
+            end = int(ends[-1]) + 1 if len(ends) else 0
         return end
 
     def _header(self, file: Path, text: bytes) -> int:
@@ -168,8 +182,10 @@ class Reader:
                 )
             self.order.append(list(range(len(self.names))))
             return 0
-        if looks == 0:
-            raise InputError(f"{file}: the recipe declares a header, but the first line names none of its columns")
+        if looks < max(1, len(self.names) // 2):  # else the message might quote a row's values
+            raise InputError(
+                f"{file}: the recipe declares a header, but the first line names {looks} of {len(self.names)} columns"
+            )
         self._match(file, first)
         return end
 
@@ -192,13 +208,14 @@ class Reader:
         try:
             with file.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            table = pq.ParquetFile(file)
-            self._match(file, table.schema_arrow.names)
-            row, size = 1, file.stat().st_size
-            for batch in table.iter_batches(PARQUET_ROWS):
-                done = size * (row + batch.num_rows) // max(1, table.metadata.num_rows)
-                yield Block(number, row, batch=batch, position=min(size, done))
-                row += batch.num_rows
+            with _seekable(file) as stream:
+                table = pq.ParquetFile(stream)
+                self._match(file, table.schema_arrow.names)
+                row, size = 1, file.stat().st_size
+                for batch in table.iter_batches(PARQUET_ROWS):
+                    done = size * (row + batch.num_rows) // max(1, table.metadata.num_rows)
+                    yield Block(number, row, batch=batch, position=min(size, done))
+                    row += batch.num_rows
         except (OSError, pa.ArrowException):
             raise InputError(f"{file}: not readable as parquet: truncated or damaged") from None
         self.digests.append(digest)
@@ -208,21 +225,27 @@ class Reader:
         order = self.order[block.file]
         where = f"{self.files[block.file]}, line"
         if block.batch is not None:
-            columns = [_text_of(block.batch.column(place), self.recipe, c) for c, place in enumerate(order)]
+            columns = [
+                _text_of(block.batch.column(place), self.recipe, c, self.files[block.file])
+                for c, place in enumerate(order)
+            ]
             return Rows(columns, np.arange(block.first_line, block.first_line + block.batch.num_rows), 0)
         if not block.text.isascii():
             self._check_utf8(block, where)
+        if (place := block.text.find(b"\0")) >= 0:
+            line = block.first_line + block.text.count(b"\n", 0, place)
+            raise InputError(f"{where} {line}: holds a zero byte; is this text in UTF-8?")
         source = self.recipe.source
         if source.quote and source.quote.encode() in block.text:
             return self._cut_quoted(block, skip_bad, where)
         cut = fields.cut(block.text, source.delimiter, len(order))
         if len(cut.bad) and not skip_bad:
             raise InputError(f"{where} {block.first_line + cut.bad[0]}: {cut.fields} fields, expected {len(order)}")
-        lines = np.arange(cut.rows) if cut.lines is None else cut.lines
-        columns = [cut.column(place) for place in order]
+        found = cut.columns()
+        columns = [found[place] for place in order]
         if source.trim:
             columns = [column.trimmed() for column in columns]
-        return Rows(columns, lines + block.first_line, len(cut.bad))
+        return Rows(columns, cut.lines + block.first_line, len(cut.bad))
 
     def _check_utf8(self, block: Block, where: str) -> None:
         try:
@@ -254,18 +277,44 @@ class Reader:
             )
         except pa.ArrowInvalid as error:
             raise InputError(f"{where} {block.first_line}: not readable ({str(error).split(':')[0]})") from None
+        lines = _record_lines(block.text, source.quote.encode()) + block.first_line
         if bad and not skip_bad:
             row, found = bad[0]
-            raise InputError(f"{where} {block.first_line + row - 1}: {found} fields, expected {width}")
+            raise InputError(f"{where} {lines[row - 1]}: {found} fields, expected {width}")
         columns = [Strings.from_arrow(table.column(place).combine_chunks()) for place in self.order[block.file]]
         if source.trim:
             columns = [column.trimmed() for column in columns]
-        rows = np.delete(np.arange(table.num_rows + len(bad)), [row - 1 for row, _ in bad])
-        return Rows(columns, rows + block.first_line, len(bad))
+        return Rows(columns, np.delete(lines, [row - 1 for row, _ in bad]), len(bad))
 
 
-def _text_of(array: pa.Array, recipe: Recipe, place: int) -> Strings:
+def _record_ends(text: np.ndarray, quote: bytes) -> np.ndarray:
+    """The newlines that end a record: those that stand between no quotes."""
+    newlines = np.flatnonzero(text == 10)
+    quotes = np.flatnonzero(text == ord(quote))
+    return newlines[np.searchsorted(quotes, newlines) % 2 == 0]
+
+
+def _record_lines(block: bytes, quote: bytes) -> np.ndarray:
+    """The line, from 0, at which each record of a block begins that is not empty."""
+    text = np.frombuffer(block, np.uint8)
+    ends = _record_ends(text, quote)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lines = np.searchsorted(np.flatnonzero(text == 10), starts)
+    empty = (ends == starts) | ((ends == starts + 1) & (text[starts] == 13))
+    return lines[~empty]
+
+
+def _text_of(array: pa.Array, recipe: Recipe, place: int, file: Path) -> Strings:
+    try:
+        return _as_text(array, recipe, place)
+    except pa.ArrowException:
+        raise InputError(f"{file}: column '{recipe.columns[place].name}' is of type {array.type}, no text") from None
+
+
+def _as_text(array: pa.Array, recipe: Recipe, place: int) -> Strings:
     """A parquet column as the text that a delimited log would hold."""
+    if pa.types.is_floating(array.type):
+        array = pc.if_else(pc.is_nan(array), None, array)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         array = pc.binary_join(array.cast(pa.list_(pa.string())), recipe.columns[place].separator)
     elif pa.types.is_boolean(array.type):
@@ -317,6 +366,17 @@ class _Hashing(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+@contextmanager
+def _seekable(file: Path) -> "Iterator[Path | IO[bytes]]":
+    """The file, or a decompressed copy without a name: parquet is not read in order."""
+    if file.suffix not in _COMPRESSION:
+        yield file
+        return
+    with _Hashing(file) as raw, _decompressed(raw, file) as stream, tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(stream, copy, BLOCK)
+        yield copy
 
 
 def _decompressed(raw: _Hashing, file: Path) -> io.BufferedIOBase:

@@ -43,7 +43,8 @@ class Spool:
         """Takes up what is complete: the journal's whole lines, and the tokens that they speak of."""
         lines = self.journal.read_bytes().split(b"\n")[:-1] if self.journal.exists() else []
         self.entries = [Entry(**json.loads(line)) for line in lines]
-        self.journal.write_bytes(b"".join(line + b"\n" for line in lines))
+        if self.journal.exists():
+            os.truncate(self.journal, sum(len(line) + 1 for line in lines))
         sizes = self.entries[-1].tokens if self.entries else [1] * len(self._tables())
         for (place, table), size in zip(self._tables(), sizes, strict=True):
             hashes, lengths, _ = self.tokens(place, size - 1)

@@ -72,7 +72,7 @@ class Store:
                 raise InputError(f"{path}: a store of version {description['version']}; this adumbra reads {VERSION}")
             if description["digest"] != digest_of(body):
                 raise InputError(f"{path}/{DESCRIPTION}: changed since the store was made; prepare it again")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise InputError(f"{path}/{DESCRIPTION}: damaged; prepare the store again") from None
         store = Store(path, description)
         if store.purged:
@@ -106,17 +106,22 @@ class Store:
         return Ledger.open(self.path / LEDGER, Head(*head))
 
     @property
+    def stand_in(self) -> str | None:
+        """`generated` or `public`: this log needs no protection, and nothing is charged."""
+        return self.description["stand_in"]
+
+    @property
     def splits(self) -> dict[str, int]:
         return self.description["splits"]
 
     def split(self, name: str) -> Split:
-        """A split's arrays, memory-mapped."""
+        """A split's arrays, memory-mapped (copy on write: nothing reaches the disk)."""
         if self.purged:
             raise InputError(f"{self.path}: the store's rows were purged")
         if name not in self.splits:
             raise InputError(f"{self.path}: no split '{name}' (there are: {', '.join(self.splits)})")
         arrays = {
-            array: np.load(file, mmap_mode="r")
+            array: np.load(file, mmap_mode="c")
             for array in ARRAYS
             if (file := self.path / name / f"{array}.npy").exists()
         }
@@ -125,7 +130,7 @@ class Store:
 
 def unfinished(path: Path) -> Path:
     """Where a store is built before it takes its name."""
-    return path.with_name(path.name + ".partial")
+    return path.parent / f"{path.name}.partial"
 
 
 def digest_of(body: dict[str, Any]) -> str:

@@ -31,9 +31,9 @@ class TokenTable:
         """The ids of known tokens; 0 for the others."""
         with self._lock:
             table, ids, bits = self._hashes, self._ids, self._bits
-        slots = (hashes >> np.uint64(64 - bits)).astype(np.int64)
-        rest = np.flatnonzero(table[slots] != hashes)
-        found = ids[slots]
+        slots = (hashes >> np.uint64(64 - bits)).view(np.int64)
+        rest = np.flatnonzero(table.take(slots) != hashes)
+        found = ids.take(slots)
         if len(rest):
             found[rest] = _probe(table, ids, hashes[rest], slots[rest])
         return found
@@ -49,7 +49,7 @@ class TokenTable:
 
     def _add(self, hashes: np.ndarray, strings: Strings, rows: np.ndarray) -> np.ndarray:
         """Adds distinct tokens, of which another thread may have added some meanwhile."""
-        slots = (hashes >> np.uint64(64 - self._bits)).astype(np.int64)
+        slots = (hashes >> np.uint64(64 - self._bits)).view(np.int64)
         ids = _probe(self._hashes, self._ids, hashes, slots)
         absent = np.flatnonzero(ids == 0)
         if len(absent):
@@ -111,7 +111,7 @@ def _probe(table: np.ndarray, ids: np.ndarray, hashes: np.ndarray, slots: np.nda
 
 def _insert(table: np.ndarray, ids: np.ndarray, hashes: np.ndarray, new: np.ndarray, bits: int) -> None:
     """Places distinct, absent tokens. Of several that want one slot the last written wins, the others go on."""
-    slots = (hashes >> np.uint64(64 - bits)).astype(np.int64)
+    slots = (hashes >> np.uint64(64 - bits)).view(np.int64)
     while len(hashes):
         free = np.flatnonzero(table[slots] == 0)
         ids[slots[free]] = new[free]

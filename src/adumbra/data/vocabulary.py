@@ -65,8 +65,8 @@ class NumberColumn:
     def scaled(self, values: np.ndarray) -> np.ndarray:
         """A missing value is 0: the middle of the bounds, or what `log` wrote before."""
         if self.bounds is not None:
-            low, high = np.float32(self.bounds[0]), np.float32(self.bounds[1])
-            values = (np.clip(values, low, high) - low) * (2 / (high - low)) - 1
+            low, high = self.bounds
+            values = (np.clip(values.astype(np.float64), low, high) - low) / (high - low) * 2 - 1
         return np.nan_to_num(values, nan=0.0)
 
 
@@ -96,7 +96,7 @@ class Layout:
         """Rows of the tower's table for a feature's provisional ids."""
         lut = self.luts[place]
         if lut is not None:
-            return lut[ids]
+            return lut.take(ids)
         return np.where(ids == PAD, PAD, ids.astype(np.int32) + np.int32(self.tokens[place].offset - 2))
 
 
@@ -136,11 +136,11 @@ def count(recipe: Recipe, spool: Spool, train: Train) -> tuple[list, list]:
 def once_a_row(ids: np.ndarray) -> np.ndarray:
     """Ids to be counted: a value that a list repeats counts once, padding never (privacy.md, rule 20)."""
     if ids.ndim == 1:
-        return ids
+        return ids.astype(np.int64)  # bincount is slow on anything else
     ids = np.sort(ids, axis=1)
     fresh = np.ones(ids.shape, bool)
     fresh[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    return ids[fresh & (ids != PAD)]
+    return ids[fresh & (ids != PAD)].astype(np.int64)
 
 
 def _batches(spool: Spool, train: Train) -> Iterator[list[np.ndarray]]:

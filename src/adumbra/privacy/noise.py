@@ -1,15 +1,19 @@
-"""Where random bits come from, and exact noise made of them."""
+"""Where random bits come from, and noise made of them."""
 
 import hashlib
 import os
+from collections.abc import Callable
 from decimal import Decimal, localcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 OPERATING_SYSTEM = "operating-system"
 INSECURE_REPEATABLE = "insecure-repeatable"
@@ -49,6 +53,14 @@ class SecretBits:
             self._stream.update_into(_ZEROS[: len(part)], part)
         return out
 
+    def below(self, limit: int, n: int) -> NDArray[np.int64]:
+        """Uniform whole numbers from 0 to below `limit`, exactly: words that would favour some are drawn again."""
+        most = 2**64 - 2**64 % limit
+        words = self.words(n)
+        while most < 2**64 and len(again := np.flatnonzero(words >= np.uint64(most))):
+            words[again] = self.words(len(again))
+        return (words % np.uint64(limit)).astype(np.int64)
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("a source of secret bits is never copied or stored: make a new one")
 
@@ -71,6 +83,11 @@ class Noise:
         self._bits = bits or SecretBits()
 
     @property
+    def bits(self) -> SecretBits:
+        """The stream beneath, for what draws bits and not noise (randomised labels)."""
+        return self._bits
+
+    @property
     def source(self) -> str:
         return self._bits.source
 
@@ -83,29 +100,64 @@ class Noise:
         of both are drawn and computed until they differ. What remains assumed is that AES-CTR is a uniform stream.
         """
         _check_sigma(sigma)
+        table = _table(sigma, _DIGITS)
         out = np.empty(size, np.int64)
         for start in range(0, size, _BLOCK):
             block = out[start : start + _BLOCK]
             words = self._bits.words(len(block))
             digits = words >> np.uint64(64 - _DIGITS)
-            block[:] = self._invert(sigma, digits, _DIGITS)
+            block[:] = invert(table, digits, _DIGITS, self._bits, partial(cumulative_digits, sigma))
             np.negative(block, out=block, where=(words & np.uint64(1)).astype(bool))
         return out
 
-    def _invert(self, sigma: int, digits: NDArray[np.uint64], n_digits: int) -> NDArray[np.int64]:
-        table = _table(sigma, n_digits)
-        magnitude = np.searchsorted(table, digits, side="right")  # how many entries are ≤ the digits
-        for i in np.flatnonzero(table[np.maximum(magnitude, 1) - 1] == digits):
-            magnitude[i] = self._invert_tie(sigma, int(digits[i]), n_digits)
-        return magnitude
+    def gaussian_(self, tensor: "torch.Tensor", std: float) -> "torch.Tensor":
+        """Overwrite `tensor` with independent draws of N(0, std²), and return it: see `adumbra.privacy.gaussian`."""
+        from adumbra.privacy import gaussian
 
-    def _invert_tie(self, sigma: int, digits: int, n_digits: int) -> int:
-        while True:
-            digits = digits << 64 | int(self._bits.words(1)[0])
-            n_digits += 64
-            entries = cumulative_digits(sigma, n_digits)
-            if digits not in entries:
-                return sum(entry < digits for entry in entries)
+        return gaussian.fill_(tensor, std, self._key, add=False)
+
+    def add_gaussian_(self, tensor: "torch.Tensor", std: float) -> "torch.Tensor":
+        """Add independent draws of N(0, std²) to `tensor`, in place, and return it."""
+        from adumbra.privacy import gaussian
+
+        return gaussian.fill_(tensor, std, self._key, add=True)
+
+    def source_on(self, device: str) -> str:
+        """What a statement says of noise that is drawn on a device of this kind."""
+        if device == "cpu" or self.source != OPERATING_SYSTEM:
+            return self.source
+        return f"{OPERATING_SYSTEM} (Philox on {device}, keyed with 64 bits of it)"
+
+    def _key(self) -> bytes:
+        """A key for one call, from the secret stream: never used before or after."""
+        return self._bits.words(4).tobytes()
+
+
+def invert(
+    table: NDArray[np.uint64],
+    digits: NDArray[np.uint64],
+    n_digits: int,
+    bits: SecretBits,
+    cumulative: Callable[[int], list[int]],
+) -> NDArray[np.int64]:
+    """Draws of a law on 0, 1, … by inverting its distribution function at reals U of which `n_digits` are drawn.
+
+    `cumulative(n)` gives the first n binary digits of P(X ≤ 0), P(X ≤ 1), … until all are ones; `table` holds those
+    of `n_digits`. Where the digits of U tie with an entry, more digits of both are drawn and computed.
+    """
+    values = np.searchsorted(table, digits, side="right")  # how many entries are ≤ the digits
+    for i in np.flatnonzero(table[np.maximum(values, 1) - 1] == digits):
+        values[i] = _invert_tie(int(digits[i]), n_digits, bits, cumulative)
+    return values
+
+
+def _invert_tie(digits: int, n_digits: int, bits: SecretBits, cumulative: Callable[[int], list[int]]) -> int:
+    while True:
+        digits = digits << 64 | int(bits.words(1)[0])
+        n_digits += 64
+        entries = cumulative(n_digits)
+        if digits not in entries:
+            return sum(entry < digits for entry in entries)
 
 
 def insecure_repeatable(seed: int) -> Noise:

@@ -80,7 +80,7 @@ class Clipper:
 
         A group lies within one physical batch; a group id that comes back is refused.
         """
-        total = self._zeros(trainable(self.model))
+        total: Sums | None = None
         seen: set[int] = set()
         for inputs, labels, groups in batches:
             if isinstance(groups, Tensor):
@@ -89,8 +89,8 @@ class Clipper:
                     raise InputError("a group is split over two physical batches: its norm would not be whole")
                 seen |= ids
             sums = self(inputs, labels, groups)
-            total = {name: add(total[name], part) for name, part in sums.items()}
-        return total
+            total = sums if total is None else {name: add(total[name], part) for name, part in sums.items()}
+        return self._zeros(trainable(self.model)) if total is None else total
 
     def _zeros(self, names: Names) -> Sums:
         tables = {layer.weight for layer in self.model.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))}

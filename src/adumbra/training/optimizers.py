@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from adumbra.errors import InputError
+
 CHUNK = 1 << 18  # elements updated at once on a CPU: a chunk and its temporaries stay in cache
 
 
@@ -60,3 +62,28 @@ class Yogi(Optimizer):
             square = g * g
             v.addcmul_(torch.sign(v - square), square, value=beta2 - 1)
             w.addcdiv_(m, v.sqrt().div_(root).add_(group["eps"]), value=-rate)
+
+
+def make(
+    name: str, parameters: Iterable[Tensor], *, learning_rate: float, momentum: float, weight_decay: float
+) -> Optimizer:
+    """An optimizer by its name. Weight decay depends on no example: it is applied to what comes in already noised."""
+    parameters = list(parameters)
+    match name:
+        case "sgd":
+            return torch.optim.SGD(parameters, learning_rate, weight_decay=weight_decay)
+        case "momentum":
+            return torch.optim.SGD(parameters, learning_rate, momentum=momentum, weight_decay=weight_decay)
+        case "adam":
+            return torch.optim.Adam(parameters, learning_rate, weight_decay=weight_decay, fused=True)
+        case "adamw":
+            return torch.optim.AdamW(parameters, learning_rate, weight_decay=weight_decay, fused=True)
+        case "adagrad":
+            return torch.optim.Adagrad(parameters, learning_rate, weight_decay=weight_decay)
+        case "rmsprop":
+            return torch.optim.RMSprop(parameters, learning_rate, weight_decay=weight_decay)
+        case "yogi" if weight_decay == 0:
+            return Yogi(parameters, learning_rate)
+        case "yogi":
+            raise InputError("yogi has no weight decay here: set weight_decay = 0, or use adam or adamw")
+    raise InputError(f"no optimizer '{name}': sgd, momentum, adam, adamw, yogi, adagrad or rmsprop")
