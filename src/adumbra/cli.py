@@ -179,7 +179,7 @@ def train(
             progress=progress,
             note=_note,
         )
-    _note(f"{out}: epsilon {run.claim.epsilon:.4g}, delta {run.claim.delta:.3g}; see {out}/statement.md")
+    _note(f"{out}: epsilon {run.statement.epsilon:.4g}, delta {run.statement.delta:.3g}; see {out}/statement.md")
 
 
 @app.command()

@@ -22,12 +22,19 @@ class Model(Tree):
     """fm, mlp, dnn, ffn, logistic, or the dotted path to a module of yours."""
     dim: int | None = Field(default=None, ge=1)
     """fm, mlp (32 by default), ffn (8): the width of an embedding."""
-    hidden: int | None = Field(default=None, ge=1)
-    """mlp, dnn (598 by default): the width of a layer."""
-    sigma_init: float = Field(default=1e-2, gt=0)
-    """fm: the standard deviation of initial weights."""
-    embedding_decay: float = Field(default=0.0, ge=0)
-    """fm: the weight μ of the embeddings' squares; depends on no example, so it costs no privacy."""
+    hidden: int | tuple[int, ...] | None = None
+    """mlp (598 by default), dnn (4 × 598), ffn (128, 64): the width of the layers."""
+    sigma_init: float | None = Field(default=None, gt=0)
+    """fm (0.01 by default): the standard deviation of initial weights."""
+    embedding_decay: float | None = Field(default=None, ge=0)
+    """fm (0 by default): the weight μ of the embeddings' squares; depends on no example, so it costs no privacy."""
+
+    @field_validator("hidden")
+    @classmethod
+    def _widths(cls, value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
+        if value is not None and (not value or min(value if isinstance(value, tuple) else (value,)) < 1):
+            raise ValueError("hidden layers are at least 1 wide")
+        return value
 
 
 class Privacy(Tree):

@@ -159,9 +159,9 @@ def run(path: Path) -> dict[str, Any]:
         "store": str(config.data.store),
         "model": config.model.kind,
         "method": config.method.kind,
-        "claim": found.claim.claim,
-        "warnings": list(found.claim.warnings),
-        "ledger": _claimed(found.claim),
+        "claim": found.statement.claim,
+        "warnings": list(found.statement.warnings),
+        "ledger": _claimed(found.statement),
     }
 
 
@@ -183,7 +183,7 @@ def accounted(path: Path, changes: tuple[str, ...]) -> dict[str, Any]:
     if is_run(path):
         from adumbra.training.run import Run
 
-        return _claimed(Run.open(path).claim)
+        return _claimed(Run.open(path).statement)
     return account(Store.open(path))
 
 

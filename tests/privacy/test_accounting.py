@@ -6,6 +6,7 @@ from adumbra.errors import InputError
 from adumbra.privacy import accounting
 from adumbra.privacy.accounting import dp_sgd_pld, epsilon, joint_epsilon, pld_of, randomized_response_pld
 from adumbra.privacy.adjacency import Adjacency, Unit
+from adumbra.privacy.calibration import calibrate
 from adumbra.privacy.ledger import Charge, total
 
 REPLACE, ZERO, ADD = Adjacency.REPLACE_SENSITIVE, Adjacency.ZERO_OUT, Adjacency.ADD_OR_REMOVE
@@ -29,11 +30,11 @@ def test_calibration_finds_the_least_noise():
         run = {"sampling_probability": 0.01, "steps": 100}
         return [dp_sgd_pld(REPLACE, noise_multiplier=noise_multiplier, **run), accounting.approximate_pld(0.1, 1e-9)]
 
-    sigma = accounting.calibrate(plds, 0.4, 1e-6)
+    sigma = calibrate(plds, 0.4, 1e-6)
     assert epsilon(plds(sigma), 1e-6) <= 0.4 < epsilon(plds(sigma - 2e-4), 1e-6)
     for target in (0.0, 0.05):
         with pytest.raises(InputError):
-            accounting.calibrate(plds, target, 1e-6)
+            calibrate(plds, target, 1e-6)
 
 
 @pytest.mark.parametrize(("classes", "label_epsilon"), [(2, 1.0), (5, 2.0)])

@@ -1,6 +1,7 @@
 import copy
 import os
 import pickle
+from functools import partial
 
 import mpmath
 import numpy as np
@@ -45,14 +46,15 @@ def test_one_wrong_step_of_sigma_is_seen():
 
 def few_digits(sigma, n_digits=7, n=40_000):
     """As `discrete_gaussian`, but so few digits decide at first that ties are common."""
-    noise = Noise()
-    magnitude = noise._invert(sigma, SecretBits().words(n) >> np.uint64(64 - n_digits), n_digits)
+    cumulative = partial(cumulative_digits, sigma)
+    digits = SecretBits().words(n) >> np.uint64(64 - n_digits)
+    magnitude = module.invert(np.array(cumulative(n_digits), np.uint64), digits, n_digits, SecretBits(), cumulative)
     return np.where(SecretBits().words(n) & np.uint64(1), magnitude, -magnitude)
 
 
 def test_ties_are_resolved_exactly(monkeypatch):
     assert p_value(few_digits(3), 3) > RED
-    monkeypatch.setattr(Noise, "_invert_tie", lambda _self, sigma, d, n: cumulative_digits(sigma, n).index(d) + 1)
+    monkeypatch.setattr(module, "_invert_tie", lambda d, n, _bits, cumulative: cumulative(n).index(d) + 1)
     assert p_value(few_digits(3), 3) < RED  # a tie taken as decided
 
 

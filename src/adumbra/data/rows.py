@@ -123,35 +123,28 @@ class Encoding:
                     raise InputError(f"{file}: has no column '{name}' to keep")
             for block in reader.blocks():
                 rows = reader.cut(block, skip_bad=False)
-                yield self._encode(rows, names, f"{file}, line", first, keep, labelled, done + block.position, total)
+                kept, arrays = self._encode(rows, dict(zip(names, rows.columns, strict=True)), file, labelled)
+                text = {name: _present(rows.columns[names.index(name)].take(kept)) for name in keep}
+                yield NewRows(Split("new", len(kept), arrays), first + kept, text, done + block.position, total)
                 first += len(rows)
             done += file.stat().st_size
 
     def _encode(
-        self,
-        rows: Rows,
-        names: list[str],
-        where: str,
-        first: int,
-        keep: tuple[str, ...],
-        labelled: bool,
-        position: int,
-        total: int,
-    ) -> NewRows:
+        self, rows: Rows, found: dict[str, Strings], file: Path, labelled: bool
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Which rows the filter keeps, and their arrays."""
         absent = Strings.of([""]).take(np.zeros(len(rows), np.int64))
-        by_name = dict(zip(names, rows.columns, strict=True))
-        columns = [by_name.get(column.name, absent) for column in self.recipe.columns]
+        columns = [found.get(column.name, absent) for column in self.recipe.columns]
         watched = _Watched(columns, rows.lines, rows.skipped)
-        encoded = self.encoder.encode(watched, False, where, labelled)
-        kept = np.searchsorted(rows.lines, watched.left[-1]) if watched.left else np.arange(len(rows))
+        encoded = self.encoder.encode(watched, False, f"{file}, line", labelled)
         arrays = self.arrays(encoded)
         for role in KEYS:
-            if (key := self.recipe.key(role)) is not None and key.name in by_name:
+            if (key := self.recipe.key(role)) is not None and key.name in found:
                 arrays[role] = encoded.keys[role]
         if labelled:
             arrays["label"] = encoded.label.astype(_LABEL[self.recipe.label.kind])
-        text = {name: _present(by_name[name].take(kept)) for name in keep}
-        return NewRows(Split("new", len(kept), arrays), first + kept, text, position, total)
+        kept = np.searchsorted(rows.lines, watched.left[-1]) if watched.left else np.arange(len(rows))
+        return kept, arrays
 
 
 def _present(strings: Strings) -> pa.Array:

@@ -191,14 +191,15 @@ class Reader:
 
     def _match(self, file: Path, names: list[str]) -> None:
         """A file's columns are matched with the recipe's one by one, by name."""
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise InputError(f"{file}: two columns are named '{twice}'")
-        for name in names:
+        for place, name in enumerate(names, 1):
             if name not in self.names:
+                # what a name cannot be may be a row's value, in a file whose lines end otherwise than it should
+                quoted = f"'{name}'" if name.isprintable() and len(name) <= 100 else str(place)
                 raise InputError(
-                    f"{file}: column '{name}' is not declared; give it a role in the recipe (or as = 'drop')"
+                    f"{file}: column {quoted} is not declared; give it a role in the recipe (or as = 'drop')"
                 )
+            if names.count(name) > 1:
+                raise InputError(f"{file}: two columns are named '{name}'")
         for name in self.names:
             if name not in names:
                 raise InputError(f"{file}: column '{name}' of the recipe is missing")
@@ -278,6 +279,8 @@ class Reader:
         except pa.ArrowInvalid as error:
             raise InputError(f"{where} {block.first_line}: not readable ({str(error).split(':')[0]})") from None
         lines = _record_lines(block.text, source.quote.encode()) + block.first_line
+        if len(lines) != table.num_rows + len(bad):
+            raise InputError(f"{where} {block.first_line} or later: a quote or a carriage return stands within a value")
         if bad and not skip_bad:
             row, found = bad[0]
             raise InputError(f"{where} {lines[row - 1]}: {found} fields, expected {width}")

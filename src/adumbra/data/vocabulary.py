@@ -4,6 +4,7 @@ sensitive ones; thresholds; and the layout of each tower's table."""
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,12 @@ def private_counts(recipe: Recipe) -> PrivateCounts | None:
         return None
     assert recipe.counts is not None
     columns = sum(feature.width for feature in recipe.counted)
-    return PrivateCounts.calibrate(columns, recipe.counts.epsilon, recipe.counts.delta, "discovered")
+    return _calibrated(columns, recipe.counts.epsilon, recipe.counts.delta)
+
+
+@lru_cache(maxsize=8)
+def _calibrated(columns: int, epsilon: float, delta: float) -> PrivateCounts:
+    return PrivateCounts.calibrate(columns, epsilon, delta, "discovered")
 
 
 def release(recipe: Recipe, spool: Spool, train: Train, ledger: Ledger) -> Counted:

@@ -49,7 +49,7 @@ def ordered(logits: np.ndarray) -> np.ndarray:
 def _fitted(keys: np.ndarray, sums: np.ndarray, shift: int, limit: int) -> Histogram:
     """Sorted keys and what is summed for each, brought together into at most `limit` groups."""
     more = 0
-    while np.count_nonzero(_begins(keys >> more)) > limit:
+    while np.count_nonzero(_begins(keys >> more)) > limit and shift + more < 31:  # of 31 only the sign is left
         more += 1
     keys = keys >> more
     starts = np.flatnonzero(_begins(keys))

@@ -206,7 +206,8 @@ def joint_epsilon(
 def _merged(charges: Iterable[Charge]) -> list[Charge]:
     """Blocks of steps of one DP-SGD as one charge: faster, and for shuffled epochs the law itself.
 
-    (A unit is in one batch an epoch, however many blocks the epoch is charged in.)
+    A unit is in one batch an epoch, however many blocks the epoch is charged in; a run that resumes goes on with the
+    step after those that were charged, lost ones included.
     """
     merged: dict[str, Charge] = {}
     for charge in charges:

@@ -33,6 +33,8 @@ def fill_(tensor: torch.Tensor, std: float, key: Callable[[], bytes], *, add: bo
         raise ValueError(f"a standard deviation is a positive number, not {std}")
     if not tensor.is_floating_point():
         raise ValueError(f"Gaussian noise needs a floating-point tensor, not {tensor.dtype}")
+    if tensor.numel() == 0:
+        return tensor
     with torch.no_grad():
         if tensor.device.type != "cpu":
             generator = torch.Generator(tensor.device)

@@ -123,7 +123,8 @@ class RandomizedResponse:
         labels = np.asarray(labels)
         if labels.ndim != 1:
             raise ValueError("labels are one row")
-        answers = labels.astype(np.int64)
+        with np.errstate(invalid="ignore"):  # what is no number is refused below
+            answers = labels.astype(np.int64)
         if len(labels) and not (np.all(answers == labels) and answers.min() >= 0 and answers.max() < self.classes):
             raise ValueError(f"a label is not one of the classes 0 to {self.classes - 1}")
         lies = bits.words(len(labels)) >= np.uint64(self.keep_threshold)

@@ -6,8 +6,8 @@ holds only while nobody learns who took part, and that includes the realised bat
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from adumbra.errors import InputError
 from adumbra.privacy import accounting
-from adumbra.privacy.adjacency import Adjacency, Unit
-from adumbra.privacy.ledger import Charge, total
+from adumbra.privacy.adjacency import Adjacency
 from adumbra.privacy.noise import SecretBits, invert
 
 Draw = Callable[[int], NDArray[np.int64]]
@@ -44,20 +43,6 @@ class Sampling(Protocol):
     def privacy_loss(
         self, adjacency: Adjacency, noise_multiplier: float, steps: int, interval: float = accounting.INTERVAL
     ) -> PrivacyLossDistribution: ...
-    def charge(
-        self,
-        noise_multiplier: float,
-        steps: int,
-        *,
-        delta: float,
-        noise: str,
-        adjacency: Adjacency,
-        unit: Unit,
-        before: Sequence[Charge] = (),
-        accountant: str = accounting.ACCOUNTANT,
-        run: str | None = None,
-        note: str = "",
-    ) -> Charge: ...
 
 
 class _Accounted:
@@ -72,33 +57,6 @@ class _Accounted:
         """A PLD that dominates `steps` of DP-SGD that sample so."""
         parameters = self.charge_parameters(noise_multiplier, steps)
         return accounting.dp_sgd_pld(adjacency, **parameters, interval=interval)
-
-    def charge(
-        self,
-        noise_multiplier: float,
-        steps: int,
-        *,
-        delta: float,
-        noise: str,
-        adjacency: Adjacency,
-        unit: Unit,
-        before: Sequence[Charge] = (),
-        accountant: str = accounting.ACCOUNTANT,
-        run: str | None = None,
-        note: str = "",
-    ) -> Charge:
-        """What `steps` of DP-SGD cost in a run that was charged `before`: to be on disk before the first of them.
-
-        It is what they add to the run's joint ε at `delta`: the ε and the δ of a run's charges sum to its joint claim,
-        so that runs add in the store. `noise` is the name of the source of the noise (and of the sampler).
-        """
-        parameters = {**self.charge_parameters(noise_multiplier, steps), "noise": noise}
-        new = Charge("dp-sgd", 0.0, 0.0, adjacency, unit, accountant, parameters, note, run)
-        spent, spent_delta = total(before)
-        joint = accounting.joint_epsilon([*before, new], delta, adjacency, unit, accountant)
-        if not math.isfinite(joint):
-            raise InputError(f"no epsilon suffices for these {steps} steps at delta {delta:g}: more noise is needed")
-        return replace(new, epsilon=max(0.0, joint - spent), delta=max(0.0, delta - spent_delta))
 
 
 @dataclass(frozen=True)

@@ -79,12 +79,15 @@ class Statement:
     def of(
         cls, charges: Iterable[Charge], *, delta: float, adjacency: Adjacency, unit: Unit, **others: Any
     ) -> "Statement":
-        """The statement of a run that was charged `charges`, composed jointly."""
+        """The statement of a run that was charged `charges`, composed jointly.
+
+        `planned` is the ε that the whole run was to spend: a run that ends early states it all the same (rule 22).
+        """
         charges = tuple(charges)
-        accountant = others.pop("accountant", accounting.ACCOUNTANT)
+        accountant, planned = others.pop("accountant", accounting.ACCOUNTANT), others.pop("planned", 0.0)
         private = others.get("method") != "none"
         epsilon = accounting.joint_epsilon(charges, delta, adjacency, unit, accountant) if private else math.inf
-        return cls(epsilon, delta, adjacency, unit, charges=charges, accountant=accountant, **others)
+        return cls(max(epsilon, planned), delta, adjacency, unit, charges=charges, accountant=accountant, **others)
 
     def check(self) -> None:
         """Account again: refuse if the charges cost more than is claimed."""

@@ -4,7 +4,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +25,34 @@ from adumbra.models import (
     TwoTowers,
 )
 
-KINDS = ("fm", "mlp", "dnn", "ffn", "logistic")
+KINDS = {"fm": FactorizationMachine, "mlp": MLP, "dnn": DNN, "ffn": FFN, "logistic": Logistic}
 
 
 def build(model: configuration.Model, layout: Layout, seed: int) -> TwoTowers:
     """A new model; the seed governs its initial weights."""
-    sizes = {name: value for name, value in (("dim", model.dim), ("hidden", model.hidden)) if value is not None}
+    made = _imported(model.kind) if model.kind not in KINDS else KINDS[model.kind](**_settings(model))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        match model.kind:
-            case "fm":
-                sizes.pop("hidden", None)
-                made = FactorizationMachine(**sizes, sigma_init=model.sigma_init, embedding_decay=model.embedding_decay)
-            case "mlp":
-                made = MLP(**sizes)
-            case "dnn":
-                made = DNN(hidden=(sizes.get("hidden", 598),) * 4)
-            case "ffn":
-                made = FFN(dim=sizes.get("dim", 8))
-            case "logistic":
-                made = Logistic()
-            case dotted:
-                made = _imported(dotted)
         return made.build(layout)
+
+
+def _settings(model: configuration.Model) -> dict[str, Any]:
+    """What the configuration sets of a model's own fields. One width stands for every hidden layer."""
+    kind = KINDS[model.kind]
+    given = {f.name: value for f in fields(kind) if (value := getattr(model, f.name)) is not None}
+    other = [
+        name
+        for name in ("dim", "hidden", "sigma_init", "embedding_decay")
+        if name not in {f.name for f in fields(kind)}
+    ]
+    if unused := [name for name in other if getattr(model, name) is not None]:
+        raise InputError(f"model.{unused[0]} is not a setting of '{model.kind}'")
+    layers = getattr(kind(), "hidden", None)
+    if isinstance(layers, tuple) and isinstance(given.get("hidden"), int):
+        given["hidden"] = (given["hidden"],) * len(layers)
+    if isinstance(layers, int) and isinstance(given.get("hidden"), tuple):
+        raise InputError(f"model.hidden of '{model.kind}' is one width")
+    return given
 
 
 class _Own:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adumbra.errors import InputError, WorkError
-from adumbra.privacy.noise import SecretBits
+from adumbra.privacy.noise import OPERATING_SYSTEM, SecretBits
 from adumbra.privacy.randomizers import RandomizedResponse
 
 
@@ -34,11 +34,18 @@ def released(
 ) -> np.ndarray:
     """The answers of `randomizer` about a store's training labels: those in `folder`, or ones drawn now.
 
-    A draw is charged before it is made and on disk before it is used. If it is lost in between, it is charged again.
+    A draw is charged before it is made and on disk, for good, before it is used: one that a crash took between the two
+    has left nothing behind.
     """
-    path = folder / f"labels-{unit}-{randomizer.mechanism}-{randomizer.classes}-{randomizer.epsilon!r}.npy"
+    drawn = "" if bits.source == OPERATING_SYSTEM else f"-{bits.source}"  # what a seed drew protects nobody
+    path = folder / f"labels-{unit}-{randomizer.mechanism}-{randomizer.classes}-{randomizer.epsilon!r}{drawn}.npy"
     if path.exists():
-        answers = np.load(path)
+        try:
+            answers = np.load(path)
+        except (OSError, ValueError, EOFError):
+            raise InputError(
+                f"{path}: damaged; restore it from a copy, or train at another epsilon or split, which draws anew"
+            ) from None
         if len(answers) == len(labels):
             return answers
         raise InputError(f"{path}: holds answers about {len(answers)} rows, not {len(labels)}")
@@ -53,9 +60,19 @@ def released(
             file.flush()
             os.fsync(file.fileno())
         draft.rename(path)
+        sync_folder(folder)
     except OSError as error:
         raise WorkError(f"{path}: cannot be written ({error.strerror}); the labels are charged") from None
     return answers
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename in it last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def estimate(answers: np.ndarray, randomizer: RandomizedResponse, debiased: bool) -> Tensor:

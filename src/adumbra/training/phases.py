@@ -39,6 +39,14 @@ def set_rate(optimizer: torch.optim.Optimizer, phase: Phase, step: int, steps: i
         group["lr"] = rate
 
 
+def check_finite(model: nn.Module, when: str, lower: str) -> None:
+    for parameter, name in trainable(model).items():
+        if not torch.isfinite(parameter).all():
+            raise WorkError(
+                f"parameter '{name}' became infinite or NaN by {when}: lower {lower}; only what ran so far is spent"
+            )
+
+
 @dataclass
 class Ordinary:
     """Training without noise: the label phase on randomised labels, or the non-private reference on true ones.
@@ -86,6 +94,7 @@ class Ordinary:
             self._step(rows.sort().values)
             yield step + 1
         self.epoch += 1
+        check_finite(self.model, f"epoch {self.epoch}", "label_phase.learning_rate")
         self._look()
 
     def _step(self, rows: Tensor) -> None:
@@ -167,7 +176,8 @@ class Private:
             self._descend(self.plan.rows(torch.from_numpy(self.draw(self.step))))
             self.step += 1
             yield self.step
-        self._check_finite()
+        # Looks at noised parameters only (privacy.md, rule 14).
+        check_finite(self.model, f"step {self.step}", "dp_phase.learning_rate or dp_phase.clip_norm")
 
     def _descend(self, rows: Tensor) -> None:
         sums = self.clipper.accumulate(self._physical(rows))
@@ -193,15 +203,6 @@ class Private:
         for part in rows.split(size):
             batch, label_B = self.rows.take(part)
             yield (batch,), label_B, self.plan.microbatch if self.plan.microbatch > 1 else None
-
-    def _check_finite(self) -> None:
-        """Looks at noised parameters only (privacy.md, rule 14)."""
-        for parameter, name in trainable(self.model).items():
-            if not torch.isfinite(parameter).all():
-                raise WorkError(
-                    f"parameter '{name}' became infinite or NaN by step {self.step}: lower dp_phase.learning_rate or"
-                    " dp_phase.clip_norm; only the steps made so far are spent"
-                )
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "optimizer": self.optimizer.state_dict()}

@@ -51,7 +51,7 @@ class DpSgd:
         return (groups[:, None] * self.microbatch + torch.arange(self.microbatch)).flatten()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """A whole run: what counting spent before, the labels' randomiser, the DP-SGD phase; at most (ε, δ) in all."""
 
@@ -81,9 +81,13 @@ class Plan:
         So the charges of a run add up to their joint (ε, δ), and the ledger's sum over its lines is right. `labels`:
         whether this run was charged for its randomised labels; if an earlier one was, its steps are charged alone.
         """
-        raised = self._own_epsilon(done + steps, labels) - self._own_epsilon(done, labels)
+        raised = self._charged(done + steps, labels) - self._charged(done, labels)
         note = f"steps {done + 1} to {done + steps}, jointly with what the run spent before"
         return self._steps(steps, max(0.0, raised), self.delta if done == 0 else 0.0, note, run)
+
+    def _charged(self, steps: int, labels: bool) -> float:
+        """What stands on the ledger after this many steps: never less than the labels were charged before them."""
+        return max(self._own_epsilon(steps, labels), self._own_epsilon(0, labels))
 
     @cache  # noqa: B019 (a plan lives as long as its run)
     def _own_epsilon(self, steps: int, labels: bool) -> float:
@@ -135,7 +139,7 @@ class Plan:
     def own(self) -> tuple[float, float]:
         """What this run adds to the store's ledger."""
         steps = 0 if self.dp_sgd is None else self.dp_sgd.steps
-        return self._own_epsilon(steps, True), self.delta if steps else 0.0
+        return self._charged(steps, True), self.delta if steps else 0.0
 
 
 def make(config: Config, units: int, classes: int, counts: tuple[Charge, ...] = ()) -> Plan:
@@ -169,7 +173,13 @@ def make(config: Config, units: int, classes: int, counts: tuple[Charge, ...] = 
             dp_sgd = _dp_sgd(config, units, delta, adjacency, others)
     if labels is None and dp_sgd is None:
         counts = ()
-    return Plan(privacy.epsilon, delta, adjacency, unit, units, privacy.accountant, counts, labels, dp_sgd)
+    plan = Plan(privacy.epsilon, delta, adjacency, unit, units, privacy.accountant, counts, labels, dp_sgd)
+    if counts and dp_sgd is None and plan.claim[0] > privacy.epsilon * (1 + 1e-9):
+        raise InputError(
+            f"privacy.epsilon = {privacy.epsilon:g} is out of reach at delta {delta:.3g}: counting this store's values"
+            f" and the labels cost {plan.claim[0]:.4g} there"
+        )
+    return plan
 
 
 def _dp_sgd(config: Config, units: int, delta: float, adjacency: Adjacency, others: list[Charge]) -> DpSgd:

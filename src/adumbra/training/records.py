@@ -35,6 +35,15 @@ class Records:
     lost: int = 0
     """Steps that a crash took: charged, never made."""
 
+    def __post_init__(self) -> None:
+        """A crash may have come between two ledgers: what the store was charged for this run, its own holds too."""
+        *others, own = self.ledgers
+        held = {charge.id for charge in own.charges}
+        for ledger in others:
+            for charge in ledger.charges:
+                if charge.run == self.run and charge.id not in held:
+                    own.append(charge)
+
     @property
     def path(self) -> Path:
         return self.folder / "checkpoints" / "last.pt"
@@ -43,6 +52,14 @@ class Records:
         """On every ledger, synced; only then may what it pays for be computed."""
         for ledger in self.ledgers:
             ledger.append(charge)
+
+    def charge_for_labels(self, charge: Charge) -> None:
+        """Once: a draw that a crash took before it was on disk was seen by nobody, and there is no checkpoint of it."""
+        if not self.charged_labels() or self.path.exists():
+            self.charge(charge)
+
+    def charged_labels(self) -> bool:
+        return any(charge.mechanism == "randomized-response" for charge in self.ledgers[-1].charges)
 
     def charged_steps(self) -> int:
         own = self.ledgers[-1]
@@ -75,7 +92,7 @@ class Records:
         self.lost += charged - phase.step
         phase.step = charged
         block = max(1, -(-steps // BLOCKS))
-        labels = any(charge.mechanism == "randomized-response" for charge in self.ledgers[-1].charges)
+        labels = self.charged_labels()
         while phase.step < steps:
             size = min(block, steps - phase.step)
             self.charge(plan.charge_for_steps(phase.step, size, self.run, labels))

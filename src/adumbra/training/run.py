@@ -11,30 +11,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from adumbra import config as configuration
 from adumbra import toml
 from adumbra.config import Config
 from adumbra.data.store import Store
-from adumbra.errors import InputError
+from adumbra.errors import InputError, WorkError
 from adumbra.evaluation.evaluate import Evaluation, evaluate
 from adumbra.evaluation.slices import Slicing
 from adumbra.models import TwoTowers
-from adumbra.privacy.adjacency import Unit
+from adumbra.privacy.adjacency import Adjacency, Unit
 from adumbra.privacy.ledger import Ledger
 from adumbra.privacy.noise import Noise, insecure_repeatable
 from adumbra.privacy.statement import Statement
 from adumbra.training import build, inputs, labels
 from adumbra.training.hybrid import train
 from adumbra.training.inputs import Rows
+from adumbra.training.layers import check_supported
 from adumbra.training.losses import LOSSES, SUITS
+from adumbra.training.phases import optimizer_for
 from adumbra.training.plan import Plan, make
 from adumbra.training.records import Progress, Records
 
 CONFIG, STATE, LEDGER, MODEL = "config.toml", "run.json", "ledger.jsonl", "model"
 ENCODING, TOKENS = "encoding.json", "tokens.parquet"
 """What encodes new rows goes with the model: the store may be purged."""
+CONTRACT = ("truncated", "public_parameters", "sensitive_parameters", "common_parameters", "tables", "embedding_decay")
+"""What training asks of a model of somebody's own."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,9 @@ class Run:
         return configuration.load(self.path / CONFIG)
 
     @cached_property
-    def statement(self) -> dict[str, Any]:
-        return json.loads((self.path / "statement.json").read_text())
-
-    @cached_property
-    def claim(self) -> Statement:
-        return Statement.from_json(self.statement)
+    def statement(self) -> Statement:
+        """What the run claims."""
+        return Statement.from_json(json.loads((self.path / "statement.json").read_text()))
 
     def store(self) -> Store:
         return Store.open(self.config.data.store)
@@ -118,14 +121,17 @@ def fit(
     store = Store.open(config.data.store)
     inputs.check_suits(config.model.kind, store)
     planned = plan(config, store)
+    rows = Rows.of(store.split("train"), _device(device))
+    layout = inputs.layout(store)
+    model = build.build(config.model, layout, config.seed).to(device)
+    _check(config, store, planned, model, metrics)
+    if config.start is not None:
+        build.start_from(config.start.run / MODEL, model)
+    if planned.private and planned.delta > 1 / planned.units * (1 + 1e-9):
+        note(f"warning: delta {planned.delta:.3g} is above 1/n = {1 / planned.units:.3g}: see the statement")
     state = _begin(out, config, store, planned, resume)
     if (out / "statement.json").exists():
         return Run.open(out)
-    rows = Rows.of(store.split("train"), device)
-    layout = inputs.layout(store)
-    model = build.build(config.model, layout, config.seed).to(device)
-    if config.start is not None:
-        build.start_from(Run.open(config.start.run).path / MODEL, model)
     noise = insecure_repeatable(config.seed) if config.privacy.noise == "insecure-repeatable" else Noise()
     own = Ledger.open(out / LEDGER)
     protected = planned.private and not store.stand_in
@@ -148,42 +154,95 @@ def fit(
         train_labels = np.asarray(store.split("train")["label"])
         charge = planned.charge_for_labels(noise.bits, state["id"])
         answers = labels.released(
-            folder, train_labels, planned.labels, planned.unit, noise.bits, lambda: records.charge(charge)
+            folder, train_labels, planned.labels, planned.unit, noise.bits, lambda: records.charge_for_labels(charge)
         )
         return labels.estimate(answers, planned.labels, config.label_phase.loss == "debiased")
 
     loss = LOSSES[config.loss or SUITS[kind]]
     train(planned, model, rows, loss, config, records, label_estimate, noise)
-    return _release(out, config, store, planned, model, layout, truncated, records, noise)
+    try:
+        return _release(
+            out, config, store, planned, model, layout, truncated, records, noise.source_on(rows.device.type)
+        )
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(out, error) from None
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device '{name}' is not here: {str(error).splitlines()[0]}") from None
+
+
+def _check(config: Config, store: Store, planned: Plan, model: TwoTowers, metrics: str | None) -> None:
+    """What can be refused is refused before a folder is made or anything is charged."""
+    if missing := [name for name in CONTRACT if not hasattr(model, name)]:
+        raise InputError(f"model.kind = '{config.model.kind}': a {type(model).__name__} has no '{missing[0]}'")
+    if metrics is not None and (metrics == "train" or metrics not in store.splits):
+        held_out = ", ".join(name for name in store.splits if name != "train")
+        raise InputError(f"--metrics {metrics}: not a held-out split of this store (there are: {held_out})")
+    if planned.labels is not None or not planned.private:
+        optimizer_for(model, config.label_phase)
+    if planned.dp_sgd is not None:
+        check_supported(model)
+        optimizer_for(model, config.dp_phase)
+    if config.start is not None:
+        before = Run.open(config.start.run).statement
+        covers = {planned.adjacency, Adjacency.REPLACE_EXAMPLE} if planned.adjacency.replaces else {planned.adjacency}
+        if planned.private and before.adjacency not in covers and not before.stand_in:
+            raise InputError(
+                f"{config.start.run}: was trained under {before.adjacency}, which says nothing under"
+                f" {planned.adjacency}: the two do not compose"
+            )
+
+
+def _unwritten(out: Path, error: OSError | SafetensorError) -> WorkError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else "the disk may be full"
+    return WorkError(f"{out}: cannot be written ({reason}); free some space and go on with --resume")
 
 
 def _begin(out: Path, config: Config, store: Store, planned: Plan, resume: bool) -> dict[str, Any]:
     """The run's folder and identity; refuses what the budget of the store does not hold before anything starts."""
     digest = {"store": store.description["digest"], "config": config.model_dump(mode="json")}
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: is a file; choose another --out")
+    if out.exists() and any(out.iterdir()) and not (resume and _hardly_begun(out)):
         if not resume:
             raise InputError(f"{out}: exists already; choose another --out, or continue it with --resume")
         try:
             state = json.loads((out / STATE).read_text())
-        except (OSError, ValueError):
+            begun_with = state["inputs"]
+        except (OSError, ValueError, KeyError, TypeError):
             raise InputError(f"{out}: not a run that can be resumed") from None
-        if state["inputs"] != json.loads(json.dumps(digest)):
+        if begun_with != json.loads(json.dumps(digest)):
             raise InputError(f"{out}: was begun with another configuration or store; --resume needs the same ones")
         return state
     if planned.private and not store.stand_in:
         store.ledger.check_budget(*planned.own)
     try:
-        (out / "checkpoints").mkdir(mode=0o700, parents=True)
+        (out / "checkpoints").mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{out}: cannot be written ({error.strerror})") from None
-    os.chmod(out, 0o700)
-    (out / CONFIG).write_text(toml.dump(config.model_dump(mode="json", exclude_none=True)))
-    Ledger.create(out / LEDGER)
     state = {"id": uuid.uuid4().hex, "inputs": digest}
-    draft = out / (STATE + ".draft")
-    draft.write_text(json.dumps(state))
-    draft.rename(out / STATE)
+    try:
+        os.chmod(out, 0o700)
+        (out / CONFIG).write_text(toml.dump(config.model_dump(mode="json", exclude_none=True)))
+        (out / LEDGER).unlink(missing_ok=True)
+        Ledger.create(out / LEDGER)
+        draft = out / (STATE + ".draft")
+        draft.write_text(json.dumps(state))
+        draft.rename(out / STATE)
+    except OSError as error:
+        raise _unwritten(out, error) from None
     return state
+
+
+def _hardly_begun(out: Path) -> bool:
+    """Whether a crash took the run before it had an identity, and so before anything could be charged."""
+    first = {"checkpoints", CONFIG, LEDGER, STATE + ".draft"}
+    names = {file.name for file in out.iterdir() if not file.name.startswith(f".{LEDGER}.")}
+    return names <= first and not any((out / "checkpoints").glob("*"))
 
 
 def _release(
@@ -195,7 +254,7 @@ def _release(
     layout: Any,
     truncated: bool,
     records: Records,
-    noise: Noise,
+    noise: str,
 ) -> Run:
     build.save(out / MODEL, model, config.model, layout, truncated)
     _keep_encoding(out / MODEL, store)
@@ -207,7 +266,7 @@ def _release(
     return Run(out)
 
 
-def _statement(config: Config, store: Store, planned: Plan, lost: int, noise: Noise) -> Statement:
+def _statement(config: Config, store: Store, planned: Plan, lost: int, noise: str) -> Statement:
     steps = 0 if planned.dp_sgd is None else planned.dp_sgd.steps
     epsilon, delta = planned.claim
     own = Statement(
@@ -218,7 +277,7 @@ def _statement(config: Config, store: Store, planned: Plan, lost: int, noise: No
         planned.units,
         config.method.kind,
         planned.charges,
-        noise.source,
+        noise,
         planned.accountant,
         store_total=store.ledger.total() if planned.private and not store.stand_in else None,
         stand_in=store.stand_in is not None,
@@ -226,7 +285,7 @@ def _statement(config: Config, store: Store, planned: Plan, lost: int, noise: No
         steps=steps - lost,
         lost_steps=lost,
     )
-    return own if config.start is None else _after(own, Run.open(config.start.run).claim, config.start.disjoint)
+    return own if config.start is None else _after(own, Run.open(config.start.run).statement, config.start.disjoint)
 
 
 def _after(own: Statement, before: Statement, disjoint: bool) -> Statement:
@@ -234,6 +293,9 @@ def _after(own: Statement, before: Statement, disjoint: bool) -> Statement:
     stores, in parallel."""
     parallel = disjoint and own.unit is Unit.IMPRESSION is before.unit
     words = "in parallel: the stores were declared disjoint" if parallel else "in sequence"
+    if before.stand_in:
+        note = "Started from a model of a stand-in log (generated or public), which needed no protection."
+        return replace(own, notes=(*before.notes, note))
     note = (
         f"Started from a run with epsilon {before.epsilon:.6g}, delta {before.delta:.3g} (this one alone: epsilon"
         f" {own.epsilon:.6g}, delta {own.delta:.3g}); the two are composed {words}."
