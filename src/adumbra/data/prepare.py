@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,7 @@ from adumbra.data.splits import Splits
 from adumbra.data.spool import Spool
 from adumbra.data.store import LEDGER, SPLITS, TOKENS, Store, unfinished, write_description
 from adumbra.data.vocabulary import Layout
-from adumbra.errors import InputError
+from adumbra.errors import InputError, WorkError
 from adumbra.privacy.ledger import Ledger
 from adumbra.schema import TOWERS, Recipe
 
@@ -81,12 +82,12 @@ def prepare(
                     raise InputError(f"{out}: a finished store of another recipe; choose another --out")
                 return store
             raise InputError(f"{out}: exists already; choose another --out, or remove it")
-        fresh = _begin(work, recipe, files, resume)
+        fresh = _begin(work, recipe, files, bad_rows, resume)
         try:
             _build(work, recipe, files, bad_rows, threads, progress, warn if warn is not None else [])
             os.rename(work / "store", out)
         except InputError:
-            if fresh:
+            if fresh and not Ledger.open(work / "store" / LEDGER).charges:
                 shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work)
@@ -102,37 +103,43 @@ def _private_files() -> Iterator[None]:
         os.umask(before)
 
 
+_NOWHERE = {getattr(errno, name) for name in ["EACCES", "EROFS", "EPERM", "ENOTDIR", "ENOENT", "EEXIST", "ENAMETOOLONG"]}
+
+
 @contextmanager
 def _disk(out: Path) -> Iterator[None]:
     try:
         yield
+    except WorkError as error:  # the ledger could not be written
+        raise InputError(f"{error}; free some space and go on with --resume") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):  # None: numpy, when a write ends short
             raise InputError(f"{out}: the disk is full; free some space and go on with --resume") from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENOENT, errno.ENAMETOOLONG):
+        if error.errno in _NOWHERE:
             raise InputError(f"{out}: cannot be written ({error.strerror})") from None
         raise
 
 
-def _begin(work: Path, recipe: Recipe, files: list[Path], resume: bool) -> bool:
+def _begin(work: Path, recipe: Recipe, files: list[Path], bad_rows: BadRows, resume: bool) -> bool:
     """Makes the folder of an unfinished store, or takes it up again; whether it is a new one."""
     stats = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    text = json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), "files": stats})
+    cut = [source.BLOCK, source.PARQUET_ROWS, asdict(bad_rows)]
+    text = json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), "files": stats, "cut": cut})
     inputs = {"digest": hashlib.sha256(text.encode()).hexdigest()}
     if not work.exists():
-        work.mkdir(parents=True)
-        (work / "store").mkdir()
-        Ledger.create(work / "store" / LEDGER)
-        (work / "inputs.draft").write_text(json.dumps(inputs))
-        os.rename(work / "inputs.draft", work / "inputs.json")
+        work.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{work.name}.", dir=work.parent))
+        (draft / "store").mkdir()
+        Ledger.create(draft / "store" / LEDGER)
+        (draft / "inputs.json").write_text(json.dumps(inputs))
+        os.rename(draft, work)
         return True
+    if not (work / "inputs.json").exists():
+        raise InputError(f"{work}: exists and is no unfinished store; choose another --out, or remove it")
     if not resume:
         raise InputError(f"{work}: an unfinished store; continue with --resume, or remove it with `adumbra purge`")
-    if not (work / "inputs.json").exists():
-        shutil.rmtree(work)
-        return _begin(work, recipe, files, resume)
     if json.loads((work / "inputs.json").read_text()) != inputs:
-        raise InputError(f"{work}: was begun with another recipe or other files; --resume needs the same ones")
+        raise InputError(f"{work}: was begun with another recipe, files or --bad-rows; --resume needs the same ones")
     return False
 
 

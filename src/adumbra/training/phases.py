@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adumbra.config import DpPhase, LabelPhase, Phase
-from adumbra.errors import WorkError
+from adumbra.errors import InputError, WorkError
 from adumbra.models import TwoTowers
 from adumbra.privacy.noise import Noise
 from adumbra.training import optimizers, schedules
@@ -24,6 +24,8 @@ PATIENCE = 3
 
 
 def optimizer_for(model: nn.Module, phase: Phase) -> torch.optim.Optimizer:
+    if phase.learning_rate > torch.finfo(torch.float32).max:
+        raise InputError(f"learning_rate = {phase.learning_rate:g} is more than single precision holds")
     return optimizers.make(
         phase.optimizer,
         trainable(model),

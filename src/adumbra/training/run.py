@@ -65,7 +65,11 @@ class Run:
     @cached_property
     def statement(self) -> Statement:
         """What the run claims."""
-        return Statement.from_json(json.loads((self.path / "statement.json").read_text()))
+        path = self.path / "statement.json"
+        try:
+            return Statement.from_json(json.loads(path.read_text()))
+        except (OSError, ValueError, AttributeError):
+            raise InputError(f"{path}: damaged") from None
 
     def store(self) -> Store:
         return Store.open(self.config.data.store)
@@ -78,6 +82,8 @@ class Run:
     def evaluate(self, split: str = "test", *, by: str | None = None, **options: Any) -> Evaluation:
         """Metrics on held-out rows of the run's store, which they give no protection; `by` a public column too."""
         store = self.store()
+        if options.get("device") is not None:
+            options["device"] = _device(options["device"])
         slicing = None if by is None else Slicing.of(store, by)
         kind = store.description["label"]["kind"]
         return evaluate(self.model(), store.split(split), kind, slicing=slicing, **options)
@@ -323,3 +329,5 @@ def _keep_encoding(folder: Path, store: Store) -> None:
     shutil.copyfile(store.path / "vocabulary" / "tokens.parquet", folder / TOKENS)
     about = {name: store.description[name] for name in ("recipe", "tokens", "numbers", "table_rows")}
     (folder / ENCODING).write_text(json.dumps(about) + "\n")
+    for name in (TOKENS, ENCODING):
+        os.chmod(folder / name, 0o600)
