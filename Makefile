@@ -29,15 +29,14 @@ lint: setup
 check-slow: setup
 	$(BIN)/python -m pytest -n auto -m slow
 
-# A generated log of 200,000 rows becomes a store, and the store says what it holds.
+# A generated log becomes a store; four methods train on it; a table and a picture compare them.
 demo: setup
-	rm -rf demo && mkdir demo
-	$(BIN)/adumbra generate --rows 200000 --out demo/log
-	$(BIN)/adumbra prepare demo/log/recipe.toml demo/log/log.tsv --out demo/store
-	$(BIN)/adumbra inspect demo/store
+	rm -rf demo
+	$(BIN)/adumbra demo --out demo
 
 bench: setup
 	$(BIN)/python benchmarks/prepare.py
+	$(BIN)/python benchmarks/step.py
 
 clean:
 	rm -rf $(VENV) demo build *.egg-info src/*.egg-info

@@ -249,6 +249,19 @@ def purge(path: Annotated[Path, typer.Argument(help="A store, finished or not.")
     _note(data.purge(path))
 
 
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="A new folder.")] = Path("demo"),
+    rows: Annotated[int, typer.Option(min=20_000, help="Rows of the generated log.")] = 400_000,
+) -> None:
+    """All of it on a generated log, in minutes."""
+    from adumbra import demo as shown
+    from adumbra import terminal
+
+    with terminal.progress() as progress:
+        shown.demo(out, rows, progress, _note)
+
+
 def _lines(value: dict[str, Any]) -> str:
     return "\n".join(f"{name:<20} {entry}" for name, entry in value.items())
 

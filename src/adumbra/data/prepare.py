@@ -103,7 +103,9 @@ def _private_files() -> Iterator[None]:
         os.umask(before)
 
 
-_NOWHERE = {getattr(errno, name) for name in ["EACCES", "EROFS", "EPERM", "ENOTDIR", "ENOENT", "EEXIST", "ENAMETOOLONG"]}
+_NOWHERE = {
+    getattr(errno, name) for name in ("EACCES", "EROFS", "EPERM", "ENOTDIR", "ENOENT", "EEXIST", "ENAMETOOLONG")
+}
 
 
 @contextmanager

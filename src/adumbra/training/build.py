@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from adumbra import config as configuration
@@ -90,7 +91,7 @@ def load(folder: Path) -> tuple[TwoTowers, bool]:
         layout = _layout(about["layout"])
         model = build(configuration.Model(**about["model"]), layout, seed=0)
         model.load_state_dict(load_file(folder / "weights.safetensors"))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise InputError(f"{folder}: no released model, or a damaged one ({type(error).__name__})") from None
     return model.eval(), about["truncated"]
 
