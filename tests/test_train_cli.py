@@ -371,7 +371,7 @@ def test_parameters_that_become_nan_are_a_failure_under_way(run, trained, tmp_pa
     store = runs.store(tmp_path)
     status, out, err = trained(store, tmp_path / "run", label_phase={"learning_rate": 1e38, "optimizer": "sgd"})
     assert (status, out) == (1, "")
-    assert err.count("\n") == 1
-    assert "label_phase.learning_rate" in err
+    assert "Traceback" not in err
+    assert "label_phase.learning_rate" in err.splitlines()[-1]
     refused(run("evaluate", tmp_path / "run"), "unfinished")
     assert as_json(run("account", store, "--json"))["epsilon"] == 0.75

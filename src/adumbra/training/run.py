@@ -1,10 +1,12 @@
 """The life of a run: from a configuration to a released model with its statement, through any number of crashes."""
 
+import fcntl
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -124,6 +126,7 @@ def fit(
     shown at each checkpoint.
     """
     out = Path(out)
+    config = config.model_copy(update={"data": configuration.Data(store=config.data.store.absolute())})
     store = Store.open(config.data.store)
     inputs.check_suits(config.model.kind, store)
     planned = plan(config, store)
@@ -165,13 +168,13 @@ def fit(
         return labels.estimate(answers, planned.labels, config.label_phase.loss == "debiased")
 
     loss = LOSSES[config.loss or SUITS[kind]]
-    train(planned, model, rows, loss, config, records, label_estimate, noise)
-    try:
-        return _release(
-            out, config, store, planned, model, layout, truncated, records, noise.source_on(rows.device.type)
-        )
-    except (OSError, SafetensorError) as error:
-        raise _unwritten(out, error) from None
+    with _alone(out):
+        train(planned, model, rows, loss, config, records, label_estimate, noise)
+        try:
+            source = noise.source_on(rows.device.type)
+            return _release(out, config, store, planned, model, layout, truncated, records, source)
+        except (OSError, SafetensorError) as error:
+            raise _unwritten(out, error) from None
 
 
 def _device(name: str) -> torch.device:
@@ -242,6 +245,17 @@ def _begin(out: Path, config: Config, store: Store, planned: Plan, resume: bool)
     except OSError as error:
         raise _unwritten(out, error) from None
     return state
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Two processes that resume one run would both spend what is left of it."""
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{out}: another process is training this run") from None
+        yield
 
 
 def _hardly_begun(out: Path) -> bool:
