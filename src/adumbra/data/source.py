@@ -24,7 +24,7 @@ from adumbra.data.fields import Strings
 from adumbra.errors import InputError
 from adumbra.schema import Recipe
 
-BLOCK = 8 << 20
+BLOCK = 16 << 20
 """Bytes of text in a block: small enough for the cache, large enough that Python costs nothing."""
 LONGEST_LINE = 64 << 20
 PARQUET_ROWS = 32_768

@@ -5,6 +5,7 @@ moment the journal says from which block on to go over the text again.
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,13 +75,14 @@ class Spool:
         return self.folder / f"block-{block:06d}"
 
     def write(self, block: int, encoded: Encoded) -> None:
-        """The block's arrays, each in the smallest integers that hold it. May run in any order."""
+        """The block's arrays, each in the smallest integers that hold it, behind one line that says what they are. May
+        run in any order."""
+        arrays = [ids.astype(_smallest(ids)) for ids in encoded.ids]
+        arrays += [*encoded.numbers, *encoded.keys.values(), encoded.label]
         with self.path(block).open("wb") as file:
-            for ids in encoded.ids:
-                top = int(ids.max(initial=0))
-                np.save(file, ids.astype(np.uint8 if top < 256 else np.uint16 if top < 65536 else np.int32))
-            for array in (*encoded.numbers, *encoded.keys.values(), encoded.label):
-                np.save(file, array)
+            file.write(json.dumps([[array.dtype.str, array.shape] for array in arrays]).encode() + b"\n")
+            for array in arrays:
+                file.write(np.ascontiguousarray(array).data)
 
     def complete(self, block: int, file: int, encoded: Encoded) -> None:
         """Records a written block; in the order of blocks."""
@@ -97,9 +99,14 @@ class Spool:
 
     def read(self, entry: Entry) -> list[np.ndarray]:
         """A block's arrays in the order in which they were written: ids, numbers, keys, label."""
-        count = len(self.encoder.recipe.features) + len(self.keys) + 1
-        with self.path(entry.block).open("rb") as file:
-            return [np.load(file) for _ in range(count)]
+        text = self.path(entry.block).read_bytes()
+        place = text.index(b"\n") + 1
+        arrays = []
+        for kind, shape in json.loads(text[:place]):
+            array = np.frombuffer(text, kind, math.prod(shape), place).reshape(shape)
+            arrays.append(array)
+            place += array.nbytes
+        return arrays
 
     def key(self, entry: Entry, role: str) -> np.ndarray:
         return self.read(entry)[len(self.encoder.recipe.features) + self.keys.index(role)]
@@ -108,3 +115,8 @@ class Spool:
     def keys(self) -> list[str]:
         """The keys that the log has, in the order of KEYS."""
         return [role for role in KEYS if self.encoder.recipe.key(role) is not None]
+
+
+def _smallest(ids: np.ndarray) -> type[np.generic]:
+    top = int(ids.max(initial=0))
+    return np.uint8 if top < 256 else np.uint16 if top < 65536 else np.int32

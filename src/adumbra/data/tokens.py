@@ -6,7 +6,7 @@ import numpy as np
 
 from adumbra.data.fields import MISSING, Strings
 
-_FULL = 0.4
+_FULL = 0.5
 """How full a table gets before it grows: at this load nearly every token stands in its first slot."""
 
 
@@ -68,7 +68,7 @@ class TokenTable:
 
     def _grow(self) -> None:
         live = np.flatnonzero(self._hashes)
-        bits = self._bits + 2
+        bits = self._bits + 1
         table, ids = _slots(bits)
         _insert(table, ids, self._hashes[live], self._ids[live], bits)
         self._bits, self._hashes, self._ids = bits, table, ids
