@@ -20,7 +20,8 @@ EPSILON = 8.0
 
 # Every method was searched over the same grid on such a log: DP-SGD phases with rates .001, .003, .01 and clip norms
 # 3, 10, 30 (then 6 and 12 epochs); label phases and ordinary training with rates .0003, .001, .003; Hybrid also with
-# splits .25 and .5, ordinary training also with weight decay. Noise, sampling and randomised labels are secret, so figures move a little from run to run.
+# splits .25 and .5, ordinary training with weight decay. Noise, sampling and randomised labels are secret, so figures
+# move a little from run to run.
 _MODEL = {"kind": "fm", "dim": 8}
 _ORDINARY = {"epochs": 4, "batch_size": 2048, "learning_rate": 0.003}
 _DP = {"epochs": 12, "batch_size": 8192, "learning_rate": 0.003, "clip_norm": 10.0}

@@ -194,7 +194,8 @@ class Private:
 
     def _noised(self, parameter: Tensor, summed: Tensor | RowSums) -> Tensor:
         """The whole tensor gets noise, also where the sum is zero."""
-        noised = torch.empty_like(parameter, requires_grad=False)
+        # The memory of the step before: fresh pages would cost more than the noise that fills them.
+        noised = torch.empty_like(parameter, requires_grad=False) if parameter.grad is None else parameter.grad
         self.noise.gaussian_(noised, self.plan.noise_std)
         return summed.add_to(noised) if isinstance(summed, RowSums) else noised.add_(summed)
 
