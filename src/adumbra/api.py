@@ -14,23 +14,6 @@ from adumbra.training import run as runs
 from adumbra.training.build import KINDS
 from adumbra.training.run import Run
 
-__all__ = [
-    "DNN",
-    "DPSGD",
-    "FFN",
-    "MLP",
-    "FactorizationMachine",
-    "Hybrid",
-    "LabelDP",
-    "Logistic",
-    "NonPrivate",
-    "Run",
-    "Schema",
-    "Store",
-    "fit",
-    "prepare",
-]
-
 Model = FactorizationMachine | MLP | DNN | FFN | Logistic
 
 
