@@ -250,6 +250,7 @@ def test_a_budget_is_refused_before_a_run_starts(run, trained, tmp_path):
         ({"privacy": {"delta": 1e-13}}, ["delta"]),
         ({"privacy": {"accountant": "rdp"}}, ["no accountant 'rdp' under replace-sensitive"]),
         ({"privacy": {"adjacency": "add-or-remove"}}, ["no guarantee under add-or-remove"]),
+        ({"privacy": {"adjacency": "public-features"}}, ["which example holds which public value"]),
         ({"dp_phase": {"optimizer": "adamm"}}, ["dp_phase.optimizer", "adam"]),
         ({"dp_phase": {"optimizer": "yogi", "weight_decay": 0.1}}, ["yogi has no weight decay"]),
         ({"label_phase": {"optimizer": "yogi", "weight_decay": 0.1}}, ["yogi has no weight decay"]),
@@ -375,3 +376,14 @@ def test_parameters_that_become_nan_are_a_failure_under_way(run, trained, tmp_pa
     assert "label_phase.learning_rate" in err.splitlines()[-1]
     refused(run("evaluate", tmp_path / "run"), "unfinished")
     assert as_json(run("account", store, "--json"))["epsilon"] == 0.75
+
+
+def test_purge_of_a_run_leaves_ledger_and_statement(run, trained, tmp_path):
+    out = tmp_path / "run"
+    assert trained(runs.store(tmp_path), out)[0] == 0
+    charges = [charge["id"] for charge in as_json(run("account", out, "--json"))["charges"]]
+    assert run("purge", out)[0] == 0
+    assert not (out / "model").exists()
+    assert not (out / "checkpoints").exists()
+    assert [charge["id"] for charge in as_json(run("account", out, "--json"))["charges"]] == charges
+    refused(run("evaluate", out), "no released model")

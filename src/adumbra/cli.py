@@ -242,11 +242,12 @@ def account(
 
 
 @app.command()
-def purge(path: Annotated[Path, typer.Argument(help="A store, finished or not.")]) -> None:
-    """Remove a store's rows; its ledger and a receipt stay."""
+def purge(path: Annotated[Path, typer.Argument(help="A store, finished or not, or a run.")]) -> None:
+    """Remove a store's rows, or a run's model and checkpoints; ledger and receipt stay."""
+    from adumbra import describe
     from adumbra.data import purge as data
 
-    _note(data.purge(path))
+    _note(data.purge_run(path) if describe.is_run(path) else data.purge(path))
 
 
 @app.command()

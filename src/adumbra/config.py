@@ -47,6 +47,16 @@ class Privacy(Tree):
     accountant: Literal["pld", "rdp"] = "pld"
     noise: Literal["operating-system", "insecure-repeatable"] = "operating-system"
 
+    @field_validator("adjacency", mode="before")
+    @classmethod
+    def _known(cls, value: object) -> object:
+        if value in ("public-features", "dp-with-public-features"):
+            raise ValueError(
+                "DP with public features protects which example holds which public value; randomised labels, released"
+                " one an example and in order, would tell. Use replace-sensitive, or replace-example with dp-sgd"
+            )
+        return value
+
     @field_validator("delta")
     @classmethod
     def _a_probability(cls, value: float | str) -> float | str:

@@ -34,6 +34,15 @@ def purge(path: Path) -> str:
     return f"{path}: rows removed; {LEDGER}, {DESCRIPTION} and {RECEIPT} stay"
 
 
+def purge_run(path: Path) -> str:
+    """Removes what a run made, its model and checkpoints with it; what it claimed and what it spent stay."""
+    kept = {LEDGER, "config.toml", "run.json", "statement.json", "statement.md"}
+    for entry in path.iterdir():
+        if entry.name not in kept:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    return f"{path}: model and checkpoints removed; {LEDGER} and statement stay"
+
+
 def _purge_unfinished(path: Path) -> str:
     from adumbra.privacy.ledger import Ledger
 
