@@ -12,9 +12,11 @@ from support import ads, as_toml, command, write
 from torch import nn
 
 from adumbra.data.store import Store
+from adumbra.errors import InputError
 from adumbra.evaluation.evaluate import infer
 from adumbra.models import MLP
 from adumbra.training import records
+from adumbra.training.plan import make
 from adumbra.training.run import Run
 
 METHODS = ("none", "dp-sgd", "label-dp", "hybrid")
@@ -250,6 +252,7 @@ def test_a_budget_is_refused_before_a_run_starts(run, trained, tmp_path):
         ({"privacy": {"delta": 1e-13}}, ["delta"]),
         ({"privacy": {"accountant": "rdp"}}, ["no accountant 'rdp' under replace-sensitive"]),
         ({"privacy": {"adjacency": "add-or-remove"}}, ["no guarantee under add-or-remove"]),
+        ({"privacy": {"adjacency": "replace-example"}}, ["'replace-example' protects public features too"]),
         ({"privacy": {"adjacency": "public-features"}}, ["which example holds which public value"]),
         ({"dp_phase": {"optimizer": "adamm"}}, ["dp_phase.optimizer", "adam"]),
         ({"dp_phase": {"optimizer": "yogi", "weight_decay": 0.1}}, ["yogi has no weight decay"]),
@@ -376,6 +379,18 @@ def test_parameters_that_become_nan_are_a_failure_under_way(run, trained, tmp_pa
     assert "label_phase.learning_rate" in err.splitlines()[-1]
     refused(run("evaluate", tmp_path / "run"), "unfinished")
     assert as_json(run("account", store, "--json"))["epsilon"] == 0.75
+
+
+def test_the_label_phase_is_refused_where_public_features_are_protected(tmp_path):
+    def planned(kind):
+        given = runs.config(runs.store(tmp_path, name=kind), method={"kind": kind})
+        privacy = given.privacy.model_copy(update={"adjacency": "replace-example"})
+        return make(given.model_copy(update={"privacy": privacy}), 1200, 2)
+
+    assert planned("dp-sgd").adjacency == "replace-example"
+    for kind in ("hybrid", "label-dp"):
+        with pytest.raises(InputError, match="reads public features as they are"):
+            planned(kind)
 
 
 def test_purge_of_a_run_leaves_ledger_and_statement(run, trained, tmp_path):

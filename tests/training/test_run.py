@@ -35,7 +35,6 @@ SECTIONS = {
     "physical batches": {"method": {"kind": "dp-sgd"}, "dp_phase": {"physical_batch": 50}},
     "shuffled epochs": {"dp_phase": {"sampling": "shuffle"}},
     "zero-out": {"privacy": {"adjacency": "zero-out"}},
-    "replace-example": {"privacy": {"adjacency": "replace-example"}},
     "by RDP": {"privacy": {"adjacency": "add-or-remove", "accountant": "rdp"}, "method": {"kind": "dp-sgd"}},
     "other optimizers": {"label_phase": {"optimizer": "yogi"}, "dp_phase": {"optimizer": "momentum", "warmup": 0.2}},
     "the plain loss": {"label_phase": {"loss": "plain"}, "method": {"public_tower": "frozen"}},

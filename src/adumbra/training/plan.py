@@ -165,6 +165,11 @@ def make(config: Config, units: int, classes: int, counts: tuple[Charge, ...] = 
                     "randomised labels have no guarantee under add-or-remove: their number tells who is there; use"
                     " replace-sensitive, or method.kind = 'dp-sgd'"
                 )
+            if adjacency is Adjacency.REPLACE_EXAMPLE:
+                raise InputError(
+                    "the label phase reads public features as they are, and replace-example protects them too; use"
+                    " replace-sensitive, or method.kind = 'dp-sgd'"
+                )
             labels = RandomizedResponse(share * left, classes)
         if share < 1:
             others = list(counts)

@@ -106,7 +106,20 @@ def plan(config: Config, store: Store) -> Plan:
     randomised = config.method.kind == "label-dp" or (config.method.kind == "hybrid" and config.method.split > 0)
     classes = labels.classes_for(kind, config.label_phase.max_label) if randomised else 2
     counts = () if store.stand_in else tuple(c for c in store.ledger.charges if c.run == "prepare")
+    if config.privacy.adjacency == "replace-example" and config.method.kind != "none" and not store.stand_in:
+        _check_nothing_was_counted_exactly(store)
     return make(config, store.splits["train"], classes, counts)
+
+
+def _check_nothing_was_counted_exactly(store: Store) -> None:
+    for feature in store.description["tokens"] + store.description["numbers"]:
+        column = next(c for c in store.description["recipe"]["columns"] if c["name"] == feature["column"])
+        counted = feature.get("encoding") == "vocabulary" or column.get("bounds") == "counted"
+        if feature["tower"] == "public" and counted:
+            raise InputError(
+                f"privacy.adjacency = 'replace-example' protects public features too, but values of '{feature['name']}'"
+                " were counted exactly: declare such columns sensitive, or hash them"
+            )
 
 
 def fit(
